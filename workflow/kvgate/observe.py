@@ -1,0 +1,165 @@
+"""Run a program on an engine: the histories `isolated`, `forced` and `free`. Observes, never judges. numpy only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvgate.strategies.host import Host, Step
+
+Array = np.ndarray
+
+
+class Engine(Protocol):
+    """What executed a graph or artifact: float32 arrays by the contract's names in, by the contract's names out."""
+
+    def step(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]: ...
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The reference of a program: whole-prefix recomputation in float32.
+
+    Position t read tokens[t]; logits[t] predicts tokens[t + 1]. A prompt's tokens end with the generated ones.
+    """
+
+    tokens: Array  # [T] int64
+    prompt: int  # how many of them were given; T for a text
+    ended: bool  # the generation reached an end-of-text token by itself
+    end_ids: tuple[int, ...]
+    keys: list[Array]  # per layer [T, Hk, D], as attention cached them (rotated)
+    values: list[Array]
+    logits: Array | None = None  # [T, V]; None for calibration texts
+
+    @staticmethod
+    def load(path: str) -> "Trace":
+        """Read a trace.npz."""
+        with np.load(path) as file:
+            layers = sum(1 for name in file.files if name.startswith("key."))
+            return Trace(
+                file["tokens"],
+                int(file["prompt"]),
+                bool(file["ended"]),
+                tuple(int(x) for x in file["end_ids"]),
+                [file[f"key.{i}"] for i in range(layers)],
+                [file[f"value.{i}"] for i in range(layers)],
+                file["logits"] if "logits" in file.files else None,
+            )
+
+    def save(self, path: str) -> None:
+        """Write a trace.npz, the same bytes for the same content (numpy stores a fixed date in its zip)."""
+        arrays = {"tokens": self.tokens, "prompt": self.prompt, "ended": self.ended, "end_ids": self.end_ids}
+        arrays |= {f"key.{i}": k for i, k in enumerate(self.keys)}
+        arrays |= {f"value.{i}": v for i, v in enumerate(self.values)}
+        if self.logits is not None:
+            arrays["logits"] = self.logits
+        with open(path, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def spread(count: int, positions: int) -> list[int]:
+    """Up to `count` positions of 0..positions-1, evenly spread, the first and the last among them."""
+    return sorted({int(x) for x in np.linspace(0, positions - 1, min(count, positions)).round()})
+
+
+def observe(
+    engine: Engine,
+    host: Host,
+    trace: Trace,
+    histories: Sequence[str],
+    isolated: int = 16,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Array]:
+    """Run a trace's program in the given histories; `isolated`: how many positions of that history.
+
+    Returns arrays by `{history}/{what}`, n steps in order: `positions` [n], `tokens` [n] as fed, `logits` [n, V],
+    `key.{layer}` and `value.{layer}` [n, Hk, D], `disturbed` [n] (Step.disturbed). `free/tokens` are the generated
+    ones, `free/diverged` is the first generated step that differs from the reference's (-1: none); its other arrays
+    begin after the divergence, as before it the free run is the forced one. Positions beyond the capacity are left
+    out. Raises ValueError where nothing could be run.
+    """
+    # A prompt's last generated token is read by nobody; a text's last token is fed to see its K/V and the last slot.
+    fed = len(trace.tokens) - (trace.prompt < len(trace.tokens))
+    room = min(fed, host.contract.cache.capacity)
+    found: dict[str, Array] = {}
+    if "isolated" in histories:
+        found |= _pack("isolated", _isolated(engine, host, trace, spread(isolated, room), progress))
+    if "forced" in histories or "free" in histories:
+        steps, diverged, state = _forced(engine, host, trace, room, progress)
+        found |= _pack("forced", steps)
+        if "free" in histories:
+            found |= _free(engine, host, trace, room, steps, diverged, state, progress)
+    if not found:
+        raise ValueError(f"histories: got {list(histories)}, known: isolated, forced, free")
+    return found
+
+
+Row = tuple[int, int, Step]  # position, token fed, what came back
+
+
+def _run(engine: Engine, host: Host, token: int) -> Row:
+    position = host.length
+    return position, token, host.take(engine.step(host.feeds(token)))
+
+
+def _isolated(
+    engine: Engine, host: Host, trace: Trace, positions: list[int], progress: Callable[[str], None]
+) -> list[Row]:
+    rows = []
+    for n, position in enumerate(positions):
+        host.fill(trace.tokens.tolist(), trace.keys, trace.values, position)
+        rows.append(_run(engine, host, int(trace.tokens[position])))
+        progress(f"isolated {n + 1}/{len(positions)}")
+    return rows
+
+
+def _forced(engine: Engine, host: Host, trace: Trace, room: int, progress: Callable[[str], None]) -> tuple:
+    """The rows, the first diverging position of the generated part (-1: none), and the host's state after it."""
+    host.reset()
+    rows, diverged, state = [], -1, None
+    for position in range(room):
+        rows.append(_run(engine, host, int(trace.tokens[position])))
+        generates = trace.prompt - 1 <= position < len(trace.tokens) - 1
+        if diverged < 0 and generates and int(rows[-1][2].logits.argmax()) != trace.tokens[position + 1]:
+            diverged, state = position, host.snapshot()
+        progress(f"forced {position + 1}/{room}")
+    return rows, diverged, state
+
+
+def _free(engine, host, trace, room, forced, diverged, state, progress) -> dict[str, Array]:  # type: ignore[no-untyped-def]
+    """Own tokens from the divergence on, to an end-of-text token, the reference's cap, or the full cache."""
+    generated = [int(t) for t in trace.tokens[trace.prompt : (diverged if diverged >= 0 else room) + 1]]
+    rows: list[Row] = []
+    if diverged >= 0:
+        host.restore(state)
+        generated.append(int(forced[diverged][2].logits.argmax()))
+        cap = min(len(trace.tokens) - trace.prompt, host.contract.cache.capacity - trace.prompt + 1)
+        while len(generated) < cap and generated[-1] not in trace.end_ids:
+            rows.append(_run(engine, host, generated[-1]))
+            generated.append(int(rows[-1][2].logits.argmax()))
+            progress(f"free {len(generated)}/{cap}")
+    found = _pack("free", rows) if rows else {}
+    step = diverged - (trace.prompt - 1) if diverged >= 0 else -1
+    return found | {"free/tokens": np.array(generated, np.int64), "free/diverged": np.array(step)}
+
+
+def _pack(history: str, rows: list[Row]) -> dict[str, Array]:
+    steps = [step for _, _, step in rows]
+    found = {
+        "positions": np.array([p for p, _, _ in rows]),
+        "tokens": np.array([t for _, t, _ in rows]),
+        "logits": compact(np.stack([s.logits for s in steps])),
+        "disturbed": np.array([s.disturbed for s in steps]),
+    }
+    for i in range(len(steps[0].keys)):
+        found[f"key.{i}"] = compact(np.stack([s.keys[i] for s in steps]))
+        found[f"value.{i}"] = compact(np.stack([s.values[i] for s in steps]))
+    return {f"{history}/{name}": array for name, array in found.items()}
+
+
+def compact(array: Array) -> Array:
+    """The array as float16 where that loses nothing (the simulator's outputs often are), else as float32."""
+    with np.errstate(over="ignore"):
+        half = array.astype(np.float16)
+    return half if np.array_equal(half.astype(np.float32), array, equal_nan=True) else array.astype(np.float32)

@@ -1,0 +1,190 @@
+"""What every host half shares: the cache buffers at the graph's boundary, the mask, the rotation.
+
+A strategy's host.py subclasses `Host`. It runs in the check, the calibration, the simulator and on boards, so:
+numpy only, Python 3.9 syntax. Arrays are float32, shapes as in the contract.
+"""
+
+from dataclasses import dataclass
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from kvgate import contract as c
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step returned, in the model's own terms."""
+
+    logits: Array  # [V]
+    keys: List[Array]  # per layer [Hk, D], this step's
+    values: List[Array]
+    disturbed: float  # ||slots that should be as fed - as fed|| / ||as fed||; 0 where only a delta comes back
+
+
+def additive_mask(position: int, columns: Array, window: Optional[int], value: float) -> Array:
+    """The mask row of a query at `position`: 0 where a column may be seen, `value` elsewhere.
+
+    columns [columns]: each column's absolute position, -1 where it is empty. A window of w tokens sees the w newest
+    positions, its own among them (transformers' `sliding_window`).
+    """
+    seen = (columns >= 0) & (columns <= position)
+    if window is not None:
+        seen &= columns > position - window
+    return np.where(seen, np.float32(0), np.float32(value))
+
+
+def slots(array: Array, contract: c.Contract, tensor: c.Tensor, layer: int, role: str) -> Array:
+    """A view [S, Hk, D] of one layer's keys or values inside a boundary tensor; writing to it writes the tensor."""
+    cache, spec = contract.cache, contract.layers[layer]
+    if cache.rank == 4:
+        array = array[:, :, 0, :] if cache.layout == "channels" else array[0]
+    if cache.layout == "rows":
+        array = array.transpose(0, 2, 1)
+    if tensor.layer is None:
+        array = array[layer * spec.kv_heads : (layer + 1) * spec.kv_heads]
+    if tensor.role == c.PAIR:
+        array = array[:, : spec.key_size] if role == c.KEY else array[:, spec.key_size :]
+    return array.transpose(2, 0, 1)
+
+
+def relative_change(returned: Sequence[Tuple[Array, Array]], fed: Sequence[Tuple[Array, Array]]) -> float:
+    """||returned - fed|| / ||fed|| over all layers' K and V; 0 where both are all zero."""
+    change = norm = 0.0
+    for pair, kept in zip(returned, fed):
+        for a, b in zip(pair, kept):
+            change += float(np.square(a - b, dtype=np.float64).sum())
+            norm += float(np.square(b, dtype=np.float64).sum())
+    return float(np.sqrt(change / norm)) if norm else float(np.sqrt(change))
+
+
+class Host:
+    """Feeds one step of a graph and takes its outputs in. A slot's index is its token's absolute position.
+
+    Subclasses say which columns the attention sees (`columns`), what else the graph reads (`extra`), and how the
+    cache outputs are taken over (`take_cache`).
+    """
+
+    def __init__(self, contract: c.Contract, tables: Mapping[str, Array], mask_value: float) -> None:
+        """tables: host.npz. mask_value: the additive mask of unseen columns, finite and negative."""
+        if not np.isfinite(mask_value) or mask_value >= 0:
+            raise ValueError("mask value: got {!r}, allowed: finite and negative".format(mask_value))
+        self.contract = contract
+        self.tables = tables
+        self.mask_value = mask_value
+        self.buffers = {t.name: np.zeros(t.shape, np.float32) for t in contract.cache_inputs()}
+        self.views = self._views(contract.cache_inputs(), self.buffers)
+        self.length = 0  # tokens in the cache
+
+    # What a strategy says
+
+    def columns(self) -> Array:
+        """[columns] absolute position of every column that the attention of this step sees, -1: empty."""
+        raise NotImplementedError
+
+    def extra(self, tensor: c.Tensor) -> Array:
+        """The value of an input that only this strategy knows."""
+        raise ValueError("input {!r}: got role {!r}, unknown to {}".format(tensor.name, tensor.role, type(self)))
+
+    def take_cache(self, outputs: Mapping[str, Array], views: List[Tuple[Array, Array]]) -> Tuple[List, float]:
+        """Take the cache outputs over. views: per layer K and V of the outputs as [slots, Hk, D].
+
+        Returns this step's ([Hk, D], [Hk, D]) of every layer, and `Step.disturbed`.
+        """
+        raise NotImplementedError
+
+    # What is the same for all
+
+    def reset(self, garbage: float = 0.0) -> None:
+        """Start over. Unused slots hold `garbage` (finite; tests use 1e3)."""
+        for buffer in self.buffers.values():
+            buffer[...] = garbage
+        self.length = 0
+
+    def fill(self, tokens: Sequence[int], keys: Sequence[Array], values: Sequence[Array], length: int) -> None:
+        """Set the cache to the first `length` tokens of a trace: ids [T], per layer [T, Hk, D]. Other slots are zero."""
+        self.reset()
+        self._check_room(length - 1)
+        for (key, value), k, v in zip(self.views, keys, values):
+            key[:length] = k[:length]
+            value[:length] = v[:length]
+        self.length = length
+
+    def feeds(self, token: int) -> Dict[str, Array]:
+        """The inputs of the next step, in the contract's order. Cache arrays are this object's own: do not keep them.
+
+        Raises ValueError on a full cache and on a token id outside the vocabulary.
+        """
+        self._check_room(self.length)
+        if not 0 <= token < self.contract.vocabulary:
+            raise ValueError("token id: got {}, allowed: 0 to {}".format(token, self.contract.vocabulary - 1))
+        return {t.name: self._feed(t, token) for t in self.contract.inputs}
+
+    def take(self, outputs: Mapping[str, Array]) -> Step:
+        """Take a step's outputs in: the cache then holds one token more. Shapes must be the contract's."""
+        for t in self.contract.outputs:
+            got = tuple(outputs[t.name].shape)
+            if got != t.shape:
+                raise ValueError("output {!r}: got shape {}, allowed: {}".format(t.name, got, t.shape))
+        views = self._views(self.contract.cache_outputs(), outputs)
+        taken, disturbed = self.take_cache(outputs, views)
+        self.length += 1
+        logits = next(outputs[t.name] for t in self.contract.outputs if t.role == c.LOGITS)
+        return Step(np.array(logits).reshape(-1), [k for k, _ in taken], [v for _, v in taken], disturbed)
+
+    def snapshot(self) -> Tuple[int, Dict[str, Array]]:
+        return self.length, {name: buffer.copy() for name, buffer in self.buffers.items()}
+
+    def restore(self, state: Tuple[int, Dict[str, Array]]) -> None:
+        self.length = state[0]
+        for name, buffer in state[1].items():
+            self.buffers[name][...] = buffer
+
+    def _check_room(self, position: int) -> None:
+        if position >= self.contract.cache.capacity:
+            raise ValueError(
+                "cache full: got position {}, allowed: 0 to {}".format(position, self.contract.cache.capacity - 1)
+            )
+
+    def _views(self, tensors: Sequence[c.Tensor], arrays: Mapping[str, Array]) -> List[Tuple[Array, Array]]:
+        found = {}  # type: Dict[Tuple[int, str], Array]
+        for t in tensors:
+            owners = range(len(self.contract.layers)) if t.layer is None else (t.layer,)
+            for layer in owners:
+                for role in (c.KEY, c.VALUE) if t.role == c.PAIR else (t.role,):
+                    found[layer, role] = slots(arrays[t.name], self.contract, t, layer, role)
+        if not found:
+            return []
+        return [(found[i, c.KEY], found[i, c.VALUE]) for i in range(len(self.contract.layers))]
+
+    def _feed(self, t: c.Tensor, token: int) -> Array:
+        if t.role in c.CACHE_ROLES:
+            return self.buffers[t.name]
+        if t.role == c.EMBEDDING:
+            row = self.tables["embedding"][token].astype(np.float32)
+            if "position" in self.tables:
+                row = row + self.tables["position"][self.length]
+            return row.reshape(t.shape)
+        if t.role == c.IDS:
+            return np.full(t.shape, token, t.dtype)
+        if t.role == c.POSITION:
+            return np.full(t.shape, self.length, t.dtype)
+        if t.role == c.MASK:
+            window = self.contract.windows[t.index]
+            return additive_mask(self.length, self.columns(), window, self.mask_value).reshape(t.shape)
+        if t.role == c.COSINE:
+            return self.tables["cosine.{}".format(t.index)][self.length].astype(np.float32).reshape(t.shape)
+        if t.role == c.SINE:
+            return self.tables["sine.{}".format(t.index)][self.length].astype(np.float32).reshape(t.shape)
+        if t.role == c.ROTATION:
+            return self._rotation(t.index).reshape(t.shape)
+        return self.extra(t)
+
+    def _rotation(self, index: int) -> Array:
+        """[D(in), D(out)] of this position: diag(cos) + diag(sin) R, transposed (R a signed permutation)."""
+        cosine = self.tables["cosine.{}".format(index)][self.length].astype(np.float32)
+        sine = self.tables["sine.{}".format(index)][self.length].astype(np.float32)
+        turn = self.tables["turn.{}".format(index)].astype(np.float32)
+        return np.ascontiguousarray((np.diag(cosine) + sine[:, None] * turn).T)

@@ -1,0 +1,42 @@
+"""Host half of recompute: no cache; every step reads the whole prefix again. The baseline of cache on and off."""
+
+from typing import Mapping, Sequence
+
+import numpy as np
+
+from kvgate import contract as c
+from kvgate.strategies import host
+
+
+class Host(host.Host):
+    def __init__(self, contract: c.Contract, tables: Mapping[str, host.Array], mask_value: float) -> None:
+        super().__init__(contract, tables, mask_value)
+        self.tokens = np.zeros(contract.cache.capacity, np.int64)
+
+    def reset(self, garbage: float = 0.0) -> None:
+        super().reset(garbage)
+        self.tokens[:] = min(int(garbage), self.contract.vocabulary - 1)
+
+    def fill(
+        self, tokens: Sequence[int], keys: Sequence[host.Array], values: Sequence[host.Array], length: int
+    ) -> None:
+        super().fill(tokens, [], [], length)
+        self.tokens[:length] = tokens[:length]
+
+    def feeds(self, token: int) -> dict:
+        fed = super().feeds(token)
+        self.tokens[self.length] = token
+        return {t.name: self.tokens.reshape(t.shape) if t.role == c.IDS else fed[t.name] for t in self.contract.inputs}
+
+    def take(self, outputs: Mapping[str, host.Array]) -> host.Step:
+        """Logits [1, capacity, V]: the row of this step's position."""
+        logits = outputs[self.contract.outputs[0].name][0, self.length]
+        self.length += 1
+        return host.Step(np.array(logits), [], [], 0.0)
+
+    def snapshot(self) -> tuple:
+        return super().snapshot(), self.tokens.copy()
+
+    def restore(self, state: tuple) -> None:
+        super().restore(state[0])
+        self.tokens[:] = state[1]
