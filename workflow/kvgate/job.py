@@ -37,6 +37,7 @@ class Job:
     config: dict[str, Any]
     inputs: dict[str, Path]
     results: Path
+    base: Path = Path()  # the repository's folder: text files in the config are relative to it
     key: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -54,7 +55,7 @@ class Trace:
         arrays |= {f"value.{i}": v for i, v in enumerate(self.values)}
         if self.logits is not None:
             arrays["logits"] = self.logits
-        with open(path, "wb") as file:
+        with Path(path).open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
 

@@ -104,7 +104,7 @@ class Host:
         self.length = 0
 
     def fill(self, tokens: Sequence[int], keys: Sequence[Array], values: Sequence[Array], length: int) -> None:
-        """Set the cache to the first `length` tokens of a trace: ids [T], per layer [T, Hk, D]. Other slots are zero."""
+        """Set the cache to a trace's first `length` tokens: ids [T], per layer [T, Hk, D]. Other slots are zero."""
         self.reset()
         self._check_room(length - 1)
         for (key, value), k, v in zip(self.views, keys, values):

@@ -1,7 +1,5 @@
 """Host half of hf_export: as dynamic_concat, with the 0/1 attention mask that transformers' own export reads."""
 
-import numpy as np
-
 from kvgate import contract as c
 from kvgate.strategies import host
 from kvgate.strategies.dynamic_concat import host as dynamic_concat
