@@ -1,0 +1,280 @@
+"""Every job of a sweep and its key: what a job's result depends on, as one string. Nothing heavy is imported here.
+
+A key holds the code, the package versions, the part of the config, the text files, and the keys of the jobs that it
+reads from, so keys chain: whatever changes, exactly the jobs below it get another key. Made once, while planning.
+"""
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from kvgate import digest, sweep
+from kvgate.contract import canonical
+from kvgate.job import record_path
+from kvgate.sweep import Row
+
+_HUGGING_FACE = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
+# What each stage computes with: another version of one of these is another result.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "fetch": (*_HUGGING_FACE, "gguf", "accelerate", "huggingface_hub"),
+    "trace": (*_HUGGING_FACE, "Jinja2"),
+    "prepare": _HUGGING_FACE,
+    "export": ("torch", "transformers", "numpy", "onnx", "onnxscript", "onnx_ir"),
+    "check": ("onnxruntime", "numpy"),
+    "build": ("rknn-toolkit2", "onnx", "onnxruntime", "numpy", "scipy", "protobuf"),
+    "verify": ("numpy",),
+    "judge": (),
+    "tabulate": (),
+}
+_LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
+
+
+@dataclass(frozen=True)
+class Node:
+    """One job: its stage and names, its part of the config, the modules that are its code, the jobs it reads from."""
+
+    stage: str
+    wildcards: dict[str, str]
+    config: dict[str, Any]
+    inputs: "dict[str, Node]"
+    roots: tuple[str, ...]
+    texts: dict[str, str]  # path relative to the repository -> sha256
+    key: str
+
+    @property
+    def record(self) -> str:
+        """The record's path below the results folder."""
+        return record_path(self.stage, self.wildcards)
+
+    @property
+    def short(self) -> str:
+        return short_hash(self.key)
+
+
+class Plan:
+    """The jobs of a config's sweep, made when asked for and kept. Raises sweep.ConfigError."""
+
+    def __init__(self, base: Path, override: dict[str, Any]) -> None:
+        self.base = base
+        self.config = sweep.load(base, override)
+        self.rows = sweep.rows(self.config, base)
+        self.name: str = self.config["sweep"]["name"]
+        self._nodes: dict[tuple[str, str], Node] = {}
+        self._texts: dict[str, str] = {}
+        self._codes: dict[tuple[str, ...], str] = {}
+
+    def node(self, stage: str, wildcards: dict[str, str]) -> Node:
+        """The job of a stage for these wildcards. Raises KeyError on a stage that does not exist."""
+        found = self._nodes.get((stage, record_path(stage, wildcards)))
+        if found is None:
+            found = getattr(self, f"_{stage}")(wildcards)
+            self._nodes[stage, found.record] = found
+        return found
+
+    def table(self) -> Node:
+        return self.node("tabulate", {"sweep": self.name})
+
+    def nodes(self) -> list[Node]:
+        """Every job of the sweep, each after those that it reads from."""
+        ordered: dict[str, Node] = {}
+
+        def visit(node: Node) -> None:
+            if node.record not in ordered:
+                for below in node.inputs.values():
+                    visit(below)
+                ordered[node.record] = node
+
+        visit(self.table())
+        return list(ordered.values())
+
+    def of_stage(self, stage: str) -> list[Node]:
+        return [node for node in self.nodes() if node.stage == stage]
+
+    # One function a stage: what it reads
+
+    def _fetch(self, w: dict[str, str]) -> Node:
+        source = self.config["models"][w["model"]]["source"]
+        texts = _source_files(self.base, source)
+        return self._make("fetch", w, {"source": source}, {}, (f"sources.{source['kind']}",), texts)
+
+    def _trace(self, w: dict[str, str]) -> Node:
+        program = {k: v for k, v in self.config["programs"][w["program"]].items() if k != "histories"}
+        text = program["text"]
+        return self._make(
+            "trace", w, {"program": program}, {"fetch": self.node("fetch", w)}, (), {text: self._text(text)}
+        )
+
+    def _prepare(self, w: dict[str, str]) -> Node:
+        entry = self.config["weights"][w["weights"]]
+        roots = tuple(f"weights.{step}" for step in entry["steps"])
+        return self._make("prepare", w, {"weights": entry}, {"fetch": self.node("fetch", w)}, roots)
+
+    def _export(self, w: dict[str, str]) -> Node:
+        entry = self.config["strategies"][w["strategy"]]
+        inputs = {"fetch": self.node("fetch", w)}
+        if entry["form"] != "exporter":
+            inputs["prepare"] = self.node("prepare", w | {"form": entry["form"]})
+        graph = f"strategies.{entry['module']}.graph"
+        roots = (graph,) if digest.exists(f"{digest.PACKAGE}.{graph}") else ("export.exporter",)
+        return self._make("export", w, {"strategy": entry}, inputs, roots)
+
+    def _check(self, w: dict[str, str]) -> Node:
+        inputs = {"export": self.node("export", w)} | self._traces(w)
+        config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
+        return self._make("check", w, config, inputs, (self._host_half(w),))
+
+    def _build(self, w: dict[str, str]) -> Node:
+        quant = self.config["quants"][w["quant"]]
+        inputs = {"export": self.node("export", w), "check": self.node("check", w)} | self._traces(w)
+        config = {
+            "quant": quant,
+            "programs": self._programs(),
+            "isolated": self.config["sweep"]["isolated"],
+            "timeout": self.config["limits"]["build_seconds"],
+        }
+        if quant["calibrate"]:
+            texts = self.config["calibration"]["texts"]
+            inputs |= {f"calibration.{x}": self.node("trace", {"model": w["model"], "program": x}) for x in texts}
+            config["calibration"] = {"samples": self.config["calibration"]["samples"]}
+        return self._make("build", w, config, inputs, ("compiler.child", self._host_half(w)))
+
+    def _verify(self, w: dict[str, str]) -> Node:
+        decode = w | {"part": "decode"}
+        inputs = {
+            "export": self.node("export", decode),
+            f"trace.{w['program']}": self.node("trace", w),
+            "observed": self.node("check" if w["platform"] == sweep.HOST_PLATFORM else "build", decode),
+        }
+        return self._make("verify", w, {"program": self._programs()[w["program"]]}, inputs, ())
+
+    def _judge(self, w: dict[str, str]) -> Node:
+        decode = w | {"part": "decode"}
+        inputs = {"export": self.node("export", decode), "check": self.node("check", decode)}
+        if w["platform"] != sweep.HOST_PLATFORM:
+            inputs["build"] = self.node("build", decode)
+        inputs |= {f"verify.{p}": self.node("verify", w | {"program": p}) for p in self._programs()}
+        return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
+
+    def _tabulate(self, w: dict[str, str]) -> Node:
+        inputs = {f"judge.{n}": self.node("judge", row.wildcards()) for n, row in enumerate(self.rows)}
+        return self._make("tabulate", w, {"rows": [list(r.wildcards().values()) for r in self.rows]}, inputs, ())
+
+    def _programs(self) -> dict[str, dict[str, Any]]:
+        return {name: self.config["programs"][name] for name in self.config["sweep"]["programs"]}
+
+    def _traces(self, w: dict[str, str]) -> dict[str, Node]:
+        return {f"trace.{p}": self.node("trace", {"model": w["model"], "program": p}) for p in self._programs()}
+
+    def _host_half(self, w: dict[str, str]) -> str:
+        return f"strategies.{self.config['strategies'][w['strategy']]['module']}.host"
+
+    def _text(self, path: str) -> str:
+        if path not in self._texts:
+            self._texts[path] = sha256((self.base / path).read_bytes()).hexdigest()
+        return self._texts[path]
+
+    def _make(
+        self,
+        stage: str,
+        wildcards: dict[str, str],
+        config: dict[str, Any],
+        inputs: dict[str, Node],
+        modules: tuple[str, ...],
+        texts: dict[str, str] | None = None,
+    ) -> Node:
+        wildcards = {name: wildcards[name] for name in _names(stage)}
+        roots = tuple(f"{digest.PACKAGE}.{m}" for m in (f"stages.{stage}", *modules))
+        if roots not in self._codes:
+            self._codes[roots] = digest.code_digest(roots)
+        key = canonical(
+            {
+                "stage": stage,
+                "wildcards": wildcards,
+                "code": {"roots": roots, "digest": self._codes[roots]},
+                "versions": digest.installed(PACKAGES[stage]),
+                "config": config,
+                "texts": texts or {},
+                "inputs": {label: [node.record, node.short] for label, node in inputs.items()},
+            }
+        )
+        return Node(stage, wildcards, config, inputs, roots, texts or {}, key)
+
+
+def short_hash(key: str) -> str:
+    return sha256(key.encode()).hexdigest()[:12]
+
+
+def pack(key: str) -> str:
+    """A key as a command-line argument: as it is, or compressed where it is long."""
+    return key if len(key) < _LONG else "z:" + base64.b85encode(zlib.compress(key.encode())).decode()
+
+
+def unpack(argument: str) -> dict[str, Any]:
+    """The key's parts. Raises ValueError on what is no key."""
+    text = zlib.decompress(base64.b85decode(argument[2:])).decode() if argument.startswith("z:") else argument
+    return json.loads(text)
+
+
+def changes(node: Node, recorded: dict[str, Any] | None) -> list[str]:
+    """Which parts of a record's key differ from the planned one: `new`, or `code`, `versions rknn-toolkit2`, ..."""
+    if recorded is None:
+        return ["new"]
+    planned = json.loads(node.key)
+    return [_change(part, planned[part], recorded.get(part)) for part in planned if planned[part] != recorded.get(part)]
+
+
+def recorded_key(path: Path) -> dict[str, Any] | None:
+    """The key in a record; None where there is no readable record."""
+    try:
+        return json.loads(path.read_bytes()).get("key")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _change(part: str, planned: Any, recorded: Any) -> str:
+    if part in ("versions", "config", "texts", "inputs") and isinstance(recorded, dict):
+        names = sorted(k for k in planned.keys() | recorded.keys() if planned.get(k) != recorded.get(k))
+        return f"{part} {', '.join(names)}"
+    return part
+
+
+def _names(stage: str) -> Iterator[str]:
+    """The wildcards of a stage: the fields of its record's path."""
+    from string import Formatter
+
+    from kvgate.job import RECORDS
+
+    return (name for _, name, _, _ in Formatter().parse(RECORDS[stage]) if name)
+
+
+def _source_files(base: Path, source: dict[str, Any]) -> dict[str, str]:
+    """The state of a local source's files: small ones by content, large ones by size and sixteen spread blocks."""
+    path = source.get("path")
+    if source["kind"] not in ("folder", "gguf") or not isinstance(path, str):
+        return {}
+    root = base / path
+    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    return {os.path.relpath(p, base): _sample(p) for p in files}
+
+
+def _sample(path: Path, block: int = 1 << 16) -> str:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            total = sha256(str(size).encode())
+            read: Callable[[int], bytes] = file.read
+            if size <= 16 * block:
+                total.update(read(size))
+            else:
+                for n in range(16):
+                    file.seek(n * (size - block) // 15)
+                    total.update(read(block))
+        return total.hexdigest()
+    except OSError as error:
+        return f"unreadable: {error.strerror}"

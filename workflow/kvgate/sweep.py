@@ -1,0 +1,287 @@
+"""The config: read, filled with defaults, validated, and turned into rows. Every error is one line.
+
+Stands before every run, so nothing heavy is imported here.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvgate.compiler import platforms
+
+KINDS = ("models", "weights", "strategies", "quants", "programs", "thresholds")
+HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
+_PACKAGE = Path(__file__).parent
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class ConfigError(Exception):
+    """A mistake in the config: one line that says where, what was got, and what is allowed."""
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """A tuple on a backend."""
+
+    model: str
+    weights: str
+    strategy: str
+    platform: str
+    quant: str
+    backend: str
+
+    def wildcards(self) -> dict[str, str]:
+        return asdict(self)
+
+    def matches(self, pattern: dict[str, Any]) -> bool:
+        """Whether every column of the pattern has this row's value, or it is among the pattern's values."""
+        return all(
+            getattr(self, column) in (wanted if isinstance(wanted, list) else [wanted])
+            for column, wanted in pattern.items()
+        )
+
+
+def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
+    """The whole config of a repository at `base`: config/*.yaml with `override` over it, defaults filled in.
+
+    `override` is what the workflow's own config has (config.yaml, --configfile, --config). Raises ConfigError.
+    """
+    merged: dict[str, Any] = {}
+    for kind in KINDS:
+        path = base / "config" / f"{kind}.yaml"
+        try:
+            read = yaml.load(path.read_text(), _LOADER)
+        except OSError as error:
+            raise ConfigError(f"config/{kind}.yaml: cannot be read: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"config/{kind}.yaml: is no YAML: {' '.join(str(error).split())}") from None
+        merged[kind] = (read or {}).get(kind, {})
+    for key, value in override.items():
+        merged[key] = _over(merged.get(key), value)
+    _validate(merged)
+    return merged
+
+
+def rows(config: dict[str, Any], base: Path) -> list[Row]:
+    """The rows of the sweep in the config's order, all references checked. Raises ConfigError."""
+    _check_references(config, base)
+    found: dict[Row, int] = {}
+    for n, block in enumerate(config["sweep"]["blocks"]):
+        for row in _product(block):
+            if any(row.matches(pattern) for pattern in block["exclude"]):
+                continue
+            if row in found:
+                name = "/".join(list(row.wildcards().values())[:-1])
+                raise ConfigError(f"sweep.blocks[{n}]: defines {name} again, which sweep.blocks[{found[row]}] has")
+            _check_tuple(f"sweep.blocks[{n}]", config, row, base)
+            found[row] = n
+    if not found:
+        raise ConfigError("sweep.blocks: got no tuple at all, allowed: at least one that no exclude takes away")
+    return list(found)
+
+
+def context_limit(config: dict[str, Any], model: str, base: Path) -> int | None:
+    """The most tokens the model takes, from its entry or its config.json where one is at hand; None: not known yet."""
+    entry = config["models"][model]
+    if "context" in entry:
+        return int(entry["context"])
+    return next(
+        (int(v) for k, v in hub_config(entry, base).items() if k in ("max_position_embeddings", "n_positions")), None
+    )
+
+
+def hub_config(entry: dict[str, Any], base: Path) -> dict[str, Any]:
+    """The model's config.json where the source has it at hand while planning (a folder, a random model), else {}."""
+    source = entry["source"]
+    if isinstance(source.get("config"), dict):
+        return source["config"]
+    path = source.get("path")
+    if source["kind"] == "folder" and isinstance(path, str):
+        try:
+            return json.loads((base / path / "config.json").read_text())
+        except (OSError, ValueError):
+            return {}
+    return {}
+
+
+def modules(folder: str) -> list[str]:
+    """The names that a folder of the package offers: its modules, or its sub-folders with a host half."""
+    if folder == "strategies":
+        return sorted(p.parent.name for p in (_PACKAGE / folder).glob("*/host.py"))
+    return sorted(p.stem for p in (_PACKAGE / folder).glob("*.py") if p.stem != "__init__")
+
+
+def dtype(config: dict[str, Any], quant: str) -> str:
+    """The toolkit's name of what a quant computes in; `fp16` where nothing is quantized."""
+    return str(config["quants"][quant]["config"].get("quantized_dtype", "fp16"))
+
+
+def _product(block: dict[str, Any]) -> Iterator[Row]:
+    columns = (block[name] for name in ("models", "weights", "strategies", "platforms", "quants"))
+    for values in itertools.product(*columns):
+        yield Row(*values, "onnxruntime" if values[3] == HOST_PLATFORM else "simulator")
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Dicts merge, everything else is replaced."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {key: _over(below.get(key), value) for key, value in above.items()}
+    return above
+
+
+def _validate(config: dict[str, Any]) -> None:
+    """Fill the schema's defaults in, then hold the config to it. Raises ConfigError with the first error."""
+    schema = yaml.load((_PACKAGE.parent / "schemas" / "config.schema.yaml").read_text(), _LOADER)
+    _fill(config, schema, schema["$defs"])
+    import jsonschema
+
+    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(config), key=lambda e: str(list(e.path)))
+    if errors:
+        raise ConfigError(_one_line(errors[0]))
+
+
+def _fill(value: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Put the schema's defaults into `value`, as deep as it goes."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rsplit("/", 1)[1]] | {k: v for k, v in schema.items() if k != "$ref"}
+    if isinstance(value, dict):
+        for name, part in schema.get("properties", {}).items():
+            if name not in value and "default" in part:
+                value[name] = deepcopy(part["default"])
+            if name in value:
+                _fill(value[name], part, definitions)
+        further = schema.get("additionalProperties")
+        if isinstance(further, dict):
+            for name in value.keys() - schema.get("properties", {}).keys():
+                _fill(value[name], further, definitions)
+    elif isinstance(value, list) and "items" in schema:
+        for item in value:
+            _fill(item, schema["items"], definitions)
+
+
+def _one_line(error: Any) -> str:
+    where = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in error.absolute_path).lstrip(".") or "config"
+    got = json.dumps(error.instance, ensure_ascii=False, default=str)
+    got = got if len(got) <= 60 else got[:57] + "..."
+    rule, wanted = error.validator, error.validator_value
+    if rule == "additionalProperties":
+        known = ", ".join(sorted(error.schema.get("properties", {})))
+        unknown = ", ".join(sorted(str(k) for k in error.instance if k not in error.schema.get("properties", {})))
+        return f"{where}: got the unknown key {unknown}, known: {known}"
+    if rule == "required":
+        missing = ", ".join(k for k in wanted if k not in error.instance)
+        return f"{where}: lacks {missing}"
+    allowed = {
+        "enum": lambda: "known: " + ", ".join(map(str, wanted)),
+        "type": lambda: f"allowed: {wanted if isinstance(wanted, str) else ' or '.join(wanted)}",
+        "minimum": lambda: f"allowed: at least {wanted}",
+        "minItems": lambda: f"allowed: at least {wanted} entries",
+        "exclusiveMaximum": lambda: f"allowed: below {wanted}",
+        "pattern": lambda: f"allowed: {wanted}",
+        "uniqueItems": lambda: "allowed: every entry once",
+    }.get(rule, lambda: error.message.splitlines()[0])()
+    return f"{where}: got {got}, {allowed}"
+
+
+def _known(where: str, got: str, known: list[str]) -> None:
+    if got not in known:
+        raise ConfigError(f"{where}: got {got!r}, known: {', '.join(sorted(known))}")
+
+
+def _check_references(config: dict[str, Any], base: Path) -> None:
+    """Every name in the config is one that exists; every text file is there and says something."""
+    for name, entry in config["models"].items():
+        _known(f"models.{name}.source.kind", entry["source"]["kind"], modules("sources"))
+    for name, entry in config["weights"].items():
+        for n, step in enumerate(entry["steps"]):
+            _known(f"weights.{name}.steps[{n}]", step, modules("weights"))
+    for name, entry in config["strategies"].items():
+        _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
+    for n, block in enumerate(config["sweep"]["blocks"]):
+        for kind in ("models", "weights", "strategies"):
+            for m, name in enumerate(block[kind]):
+                _known(f"sweep.blocks[{n}].{kind}[{m}]", name, list(config[kind]))
+        for m, name in enumerate(block["platforms"]):
+            _known(f"sweep.blocks[{n}].platforms[{m}]", name, [*platforms.SUPPORTED, HOST_PLATFORM])
+        for m, name in enumerate(block["quants"]):
+            _known(f"sweep.blocks[{n}].quants[{m}]", name, [*config["quants"], HOST_QUANT])
+    programs = config["programs"]
+    runs = [name for name, entry in programs.items() if entry["kind"] != "calibration"]
+    texts = [name for name, entry in programs.items() if entry["kind"] == "calibration"]
+    for n, name in enumerate(config["sweep"]["programs"]):
+        _known(f"sweep.programs[{n}]", name, runs)
+        if not programs[name]["histories"]:
+            raise ConfigError(f"programs.{name}.histories: got [], allowed: isolated, forced, free")
+        _check_text(f"programs.{name}", programs[name], base)
+    for n, name in enumerate(config["calibration"]["texts"]):
+        _known(f"calibration.texts[{n}]", name, texts)
+        _check_text(f"programs.{name}", programs[name], base)
+
+
+def _check_text(where: str, program: dict[str, Any], base: Path) -> None:
+    try:
+        text = (base / program["text"]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}.text: {program['text']} cannot be read: {error}".splitlines()[0]) from None
+    if not text.strip():
+        raise ConfigError(f"{where}.text: {program['text']} is empty")
+    # A token is at least a byte, so this much is known without the tokenizer; the trace counts the tokens themselves.
+    if program["kind"] != "chat" and len(text.encode()) < program["tokens"]:
+        raise ConfigError(f"{where}.text: got {len(text.encode())} bytes, too short for {program['tokens']} tokens")
+
+
+def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
+    """What must fit together: platform and quant, capacity and model, programs and capacity, calibration."""
+    strategy, capacity = config["strategies"][row.strategy], config["strategies"][row.strategy]["capacity"]
+    if (row.platform == HOST_PLATFORM) != (row.quant == HOST_QUANT):
+        raise ConfigError(f"{where}: got quant {row.quant} on platform {row.platform}, allowed: fp32 on host only")
+    if row.platform != HOST_PLATFORM:
+        supported = platforms.SUPPORTED[row.platform]
+        if dtype(config, row.quant) not in supported:
+            raise ConfigError(
+                f"{where}: quant {row.quant} is {dtype(config, row.quant)}, "
+                f"which {row.platform} has not; supported: {', '.join(supported)}"
+            )
+        if strategy["module"] == "recompute":
+            raise ConfigError(f"{where}: strategy {row.strategy} recomputes, allowed: platform host only")
+    limit = context_limit(config, row.model, base)
+    if limit is not None and capacity > limit:
+        raise ConfigError(
+            f"{where}: strategy {row.strategy} has capacity {capacity}, model {row.model} takes at most {limit} tokens"
+        )
+    from kvgate.export.support import refusal
+
+    hub = hub_config(config["models"][row.model], base)
+    why = refusal(hub) if hub else None
+    if why:
+        raise ConfigError(f"{where}: model {row.model}: {why}")
+    programs = config["programs"]
+    isolated = [programs[p]["tokens"] for p in config["sweep"]["programs"] if "isolated" in programs[p]["histories"]]
+    if max(isolated, default=0) < capacity:
+        raise ConfigError(
+            f"{where}: strategy {row.strategy} has capacity {capacity}, which no program of the sweep fills: "
+            f"got at most {max(isolated, default=0)} isolated tokens"
+        )
+    if row.platform != HOST_PLATFORM and config["quants"][row.quant]["calibrate"]:
+        _check_calibration(where, config, row, capacity)
+
+
+def _check_calibration(where: str, config: dict[str, Any], row: Row, capacity: int) -> None:
+    calibration, programs = config["calibration"], config["programs"]
+    if not calibration["texts"]:
+        raise ConfigError(f"{where}: quant {row.quant} calibrates, calibration.texts: got [], allowed: at least one")
+    for name in calibration["texts"]:
+        if programs[name]["tokens"] < capacity:
+            raise ConfigError(
+                f"programs.{name}.tokens: got {programs[name]['tokens']}, too short to calibrate the "
+                f"capacity {capacity} of strategy {row.strategy}"
+            )
+    most = len(calibration["texts"]) * capacity
+    if calibration["samples"] > most:
+        raise ConfigError(f"calibration.samples: got {calibration['samples']}, allowed: at most {most} positions")
