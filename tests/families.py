@@ -1,0 +1,202 @@
+"""Tiny random models of every decoder family: configs, checkpoint folders, reference traces. Not a test itself.
+
+Weights are scaled so that what a wrong export would leave out is seen: scores of some units (a soft cap, a window, a
+mask matter), norm weights and biases away from one and zero.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from kvgate import record
+from kvgate.observe import Trace
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a random model; window: what sliding layers see, below the context so that it matters."""
+
+    head: int  # D
+    heads: int  # Hq
+    kv_heads: int  # Hk of grouped models
+    vocabulary: int
+    context: int
+    window: int
+
+
+TINY = Size(head=16, heads=6, kv_heads=2, vocabulary=97, context=32, window=5)
+TOOLKIT = Size(head=64, heads=6, kv_heads=2, vocabulary=512, context=128, window=32)  # those of the measured tables
+SIZES = {"tiny": TINY, "toolkit": TOOLKIT}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture. `config` overrides and adds to the common keys; `g` query heads share a KV head."""
+
+    name: str
+    model_type: str
+    g: int = 3
+    kv_heads: int | None = None  # None: what follows from g
+    sliding: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {
+    f.name: f
+    for f in (
+        Family("llama", "llama"),
+        Family("llama_g1", "llama", g=1),
+        Family("llama_g8", "llama", g=8, kv_heads=1),
+        Family("mistral", "mistral", sliding=True),
+        Family("qwen2", "qwen2"),
+        Family("qwen3", "qwen3"),
+        Family("smollm3", "smollm3", config={"no_rope_layer_interval": 2}),
+        Family("gpt2", "gpt2", g=1),
+        Family("opt", "opt", g=1),
+        Family("phi", "phi", g=1, config={"partial_rotary_factor": 0.5}),
+        Family("phi3", "phi3", sliding=True),
+        Family("gemma2", "gemma2", sliding=True),
+        Family("gemma3_text", "gemma3_text", g=4, kv_heads=1, sliding=True),
+        Family("granite", "granite"),
+        Family("olmo2", "olmo2"),
+        Family("cohere", "cohere"),
+        Family("gpt_neox", "gpt_neox", g=1),
+        Family("falcon", "falcon"),
+        Family("starcoder2", "starcoder2", sliding=True),
+        Family("glm4", "glm4"),
+        Family("exaone4", "exaone4", sliding=True),
+        Family("bloom", "bloom", g=1),
+    )
+}
+
+
+def config(family: str, size: Size = TINY, layers: int = 2) -> transformers.PretrainedConfig:
+    """The random model's config; float32, no dropout, sliding and full layers in turn where the family has both."""
+    f = FAMILIES[family]
+    kv_heads = f.kv_heads or size.heads // f.g
+    heads = f.g * kv_heads
+    head = size.head * 4 if f.model_type == "gemma3_text" and size is TOOLKIT else size.head
+    hidden = heads * head if f.model_type != "gemma3_text" else size.heads * size.head
+    common: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+        "intermediate_size": 2 * hidden,
+        "vocab_size": size.vocabulary,
+        "max_position_embeddings": size.context,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if f.sliding:
+        common["sliding_window"] = size.window
+    if f.model_type in ("gemma2", "gemma3_text", "exaone4"):
+        common["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    if f.model_type == "falcon":  # its head size is a property
+        del common["head_dim"], common["num_key_value_heads"]
+    common |= _special(f.model_type, size, head, hidden, heads, layers) | f.config
+    made = transformers.AutoConfig.for_model(f.model_type, **common)
+    made.dtype = "float32"
+    return made
+
+
+def _special(kind: str, size: Size, head: int, hidden: int, heads: int, layers: int) -> dict[str, Any]:
+    """Keys that only this family knows, or knows by another name."""
+    off = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return {
+        "gpt2": {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": size.context}
+        | {"n_inner": 4 * hidden, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "opt": {"ffn_dim": 2 * hidden, "word_embed_proj_dim": hidden, "dropout": 0.0},
+        "gemma2": {"query_pre_attn_scalar": head, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        "gemma3_text": {"query_pre_attn_scalar": 2 * head},
+        "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7}
+        | {"logits_scaling": 2.0},
+        "cohere": {"logit_scale": 0.25},
+        "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "ffn_hidden_size": 4 * hidden},
+        "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
+        "bloom": {"n_layer": layers, "n_head": heads} | off,
+        "gpt_neox": off,
+    }.get(kind, {})
+
+
+def model(family: str, size: Size = TINY, layers: int = 2, seed: int = 0) -> transformers.PreTrainedModel:
+    """The random model in float32, eager attention, eval."""
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(config(family, size, layers), attn_implementation="eager")
+    made = made.float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    conv1d = {id(m.weight) for m in made.modules() if type(m).__name__ == "Conv1D"}
+    with torch.no_grad():
+        for p in made.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim < 2:
+                p.add_(0.2 * noise)
+            elif p.shape[0] in (size.vocabulary, size.context, size.context + 2):  # embeddings, learned positions
+                p.copy_(0.5 * noise)
+            else:
+                p.copy_(1.2 * noise * p.shape[0 if id(p) in conv1d else 1] ** -0.5)
+    return made
+
+
+def checkpoint(folder: Path, family: str, size: Size = TINY, layers: int = 2, seed: int = 0) -> Path:
+    """Save the random model as a checkpoint folder; returns its manifest.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model(family, size, layers, seed).save_pretrained(folder)
+    files = {p.name: record.sha256(p) for p in sorted(folder.iterdir()) if p.name != "manifest.json"}
+    manifest = {"status": "ok", "source": {"kind": "random"}, "files": files, "licence": "none", "revision": ""}
+    record.write(folder / "manifest.json", manifest)
+    return folder / "manifest.json"
+
+
+def trace(folder: Path, tokens: np.ndarray, prompt: int | None = None) -> Trace:
+    """The reference of `tokens` [T]: one forward of the untouched model over the whole sequence, its own masks.
+
+    The cache without a config keeps every position of sliding layers. Where a model caches its KV heads repeated
+    (falcon), every g-th head is taken.
+    """
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        out = made.eval()(torch.from_numpy(tokens)[None], cache=cache, use_cache=True)
+    raw = json.loads((folder / "config.json").read_text())
+    heads = _kv_heads(raw)
+
+    def rows(x: torch.Tensor) -> np.ndarray:
+        x = x[0, :: x.shape[1] // heads]
+        return np.ascontiguousarray(x.permute(1, 0, 2).numpy())
+
+    keys = [rows(layer.keys) for layer in cache.layers]
+    values = [rows(layer.values) for layer in cache.layers]
+    ended = prompt is not None and int(tokens[-1]) == 2
+    return Trace(tokens, len(tokens) if prompt is None else prompt, ended, (2,), keys, values, out.logits[0].numpy())
+
+
+def generation(folder: Path, prompt: list[int], new: int) -> Trace:
+    """A greedy generation of `new` tokens by whole-prefix recomputation, then its trace."""
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(new):
+            tokens.append(int(made.eval()(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return trace(folder, np.array(tokens), len(prompt))
+
+
+def _kv_heads(raw: dict[str, Any]) -> int:
+    if raw["model_type"] == "falcon":
+        return int(raw["num_kv_heads"])
+    for name in ("num_key_value_heads", "num_attention_heads", "n_head"):
+        if raw.get(name):
+            return int(raw[name])
+    raise ValueError(f"{raw['model_type']}: no head count in its config")
+
+
+def random_tokens(count: int, size: Size = TINY, seed: int = 1) -> np.ndarray:
+    """[count] ids without the special ones."""
+    return np.random.default_rng(seed).integers(3, size.vocabulary, count)
