@@ -8,7 +8,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 from kvgate import digest, sweep
 from kvgate.contract import canonical
 from kvgate.job import record_path
-from kvgate.sweep import Row
 
 _HUGGING_FACE = ("torch", "transformers", "tokenizers", "numpy", "safetensors")
 # What each stage computes with: another version of one of these is another result.
@@ -44,7 +43,7 @@ class Node:
     config: dict[str, Any]
     inputs: "dict[str, Node]"
     roots: tuple[str, ...]
-    texts: dict[str, str]  # path relative to the repository -> sha256
+    texts: dict[str, str]  # path relative to the repository -> file_state
     key: str
 
     @property
@@ -176,7 +175,7 @@ class Plan:
 
     def _text(self, path: str) -> str:
         if path not in self._texts:
-            self._texts[path] = sha256((self.base / path).read_bytes()).hexdigest()
+            self._texts[path] = file_state(self.base / path)
         return self._texts[path]
 
     def _make(
@@ -229,6 +228,11 @@ def changes(node: Node, recorded: dict[str, Any] | None) -> list[str]:
     return [_change(part, planned[part], recorded.get(part)) for part in planned if planned[part] != recorded.get(part)]
 
 
+def text_digests(base: Path, texts: Iterable[str]) -> dict[str, str]:
+    """The state now of the text files that a key names."""
+    return {path: file_state(base / path) for path in texts}
+
+
 def recorded_key(path: Path) -> dict[str, Any] | None:
     """The key in a record; None where there is no readable record."""
     try:
@@ -260,10 +264,11 @@ def _source_files(base: Path, source: dict[str, Any]) -> dict[str, str]:
         return {}
     root = base / path
     files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-    return {os.path.relpath(p, base): _sample(p) for p in files}
+    return {os.path.relpath(p, base): file_state(p) for p in files}
 
 
-def _sample(path: Path, block: int = 1 << 16) -> str:
+def file_state(path: Path, block: int = 1 << 16) -> str:
+    """sha256 of a file's size and content; of a large file's size and sixteen spread blocks."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

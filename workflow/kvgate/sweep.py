@@ -53,19 +53,33 @@ def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
     `override` is what the workflow's own config has (config.yaml, --configfile, --config). Raises ConfigError.
     """
     merged: dict[str, Any] = {}
-    for kind in KINDS:
-        path = base / "config" / f"{kind}.yaml"
-        try:
-            read = yaml.load(path.read_text(), _LOADER)
-        except OSError as error:
-            raise ConfigError(f"config/{kind}.yaml: cannot be read: {error.strerror}") from None
-        except yaml.YAMLError as error:
-            raise ConfigError(f"config/{kind}.yaml: is no YAML: {' '.join(str(error).split())}") from None
-        merged[kind] = (read or {}).get(kind, {})
+    for name in ("config", *KINDS):
+        read = _read(base, f"config/{name}.yaml")
+        merged |= read if name == "config" else {name: read.get(name, {})}
     for key, value in override.items():
         merged[key] = _over(merged.get(key), value)
     _validate(merged)
     return merged
+
+
+def override(files: list[Path], text: str) -> dict[str, Any]:
+    """What Snakemake's own config would be: the files of --configfile, then JSON over them. Raises ConfigError."""
+    merged: Any = {}
+    for path in files:
+        merged = _over(merged, _read(Path(), str(path)))
+    return _over(merged, json.loads(text)) if text else merged
+
+
+def _read(base: Path, path: str) -> dict[str, Any]:
+    try:
+        read = yaml.load((base / path).read_text(), _LOADER)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
+    if read is not None and not isinstance(read, dict):
+        raise ConfigError(f"{path}: got {type(read).__name__}, allowed: keys and values")
+    return read or {}
 
 
 def rows(config: dict[str, Any], base: Path) -> list[Row]:

@@ -1,0 +1,96 @@
+"""`python -m kvgate`: one command a stage, called by the workflow, and the commands for people."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from kvgate import plan
+
+BASE = Path(__file__).parents[2]
+STAGES = {
+    "fetch": "take a model from its source into a plain checkpoint folder",
+    "trace": "the reference: tokens, logits and every K/V by whole-prefix recomputation",
+    "prepare": "the matrices that the graphs read, in one file",
+    "export": "write the graph of a strategy, its contract and host tables",
+    "check": "hold the graph to the reference in ONNX Runtime",
+    "build": "compile for a chip and simulate, in a child process",
+    "verify": "compare observations with the reference",
+    "judge": "metrics and thresholds to a verdict",
+    "tabulate": "all verdicts of a sweep to one table, and the folders to ship",
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvgate", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for stage, text in STAGES.items():
+        command = commands.add_parser(stage, help=f"{text} (run by snakemake)")
+        command.add_argument("key", help="the job's key, as snakemake -p shows it")
+        command.add_argument("--log", type=Path, help="write what the stage prints here")
+        _folders(command)
+    table = commands.add_parser("table", help="print the rows there are, also while a run goes on")
+    gate = commands.add_parser("gate", help="exit with 1 when a required row is not pass")
+    audit = commands.add_parser("audit", help="list results that are not what would be planned now")
+    what = audit.add_mutually_exclusive_group()
+    what.add_argument("--adopt", action="store_true", help="date verified results in order, so that they count as made")
+    what.add_argument("--discard", action="store_true", help="remove stale results, so that they are made again")
+    audit.add_argument("--deep", action="store_true", help="also read every large file and compare its sha256")
+    for command in (gate, audit, table):
+        command.add_argument("--config", default="", help="JSON that goes over the config files (set by snakemake)")
+        command.add_argument("--configfile", type=Path, action="append", default=[], help="as snakemake's")
+        _folders(command)
+    store = commands.add_parser("store", help="size of the store of finished builds; prune it")
+    store.add_argument("--prune", type=float, metavar="GB", help="remove the longest unused entries beyond this size")
+    _folders(store)
+    commands.add_parser("preflight", help="whether this machine can run the toolkit")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except (plan.sweep.ConfigError, ValueError) as error:
+        print(f"kvgate {args.command}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"kvgate {args.command}: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _folders(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--results", type=Path, default=Path("results"), help="results folder (default: results)")
+    command.add_argument(
+        "--base", type=Path, default=BASE, help="the folder that texts are relative to (default: the repository)"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command in STAGES:
+        from kvgate import runner
+
+        return runner.run(args.command, args.key, args.results, args.base, args.log)
+    if args.command == "preflight":
+        from kvgate import preflight
+
+        print("\n".join(preflight.lines()))
+        problem = preflight.problem()
+        if problem:
+            print(f"kvgate preflight: {problem}", file=sys.stderr)
+        return 1 if problem else 0
+    if args.command == "store":
+        from kvgate import store
+
+        return store.main(args.results, args.prune)
+    planned = plan.Plan(args.base, plan.sweep.override(args.configfile, args.config))
+    if args.command == "audit":
+        from kvgate import audit
+
+        return audit.main(planned, args.results, args.adopt, args.discard, args.deep)
+    from kvgate import table
+
+    if args.command == "gate":
+        return table.gate(args.results, planned.rows, planned.config["sweep"]["require"])
+    return table.main(args.results, planned.name, planned.rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

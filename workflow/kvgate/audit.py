@@ -1,0 +1,84 @@
+"""Which results are not what would be planned now: told by the records alone, so a lost .snakemake does not matter."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvgate import record
+from kvgate.plan import Node, Plan, changes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A result that is missing, stale, or not what its record says."""
+
+    node: Node
+    kind: str  # `missing`, `stale` or `damaged`
+    why: str
+
+
+def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
+    """Compare every record with the plan, with the records it read, and with the files it lists.
+
+    deep: also read the large files and compare their sha256; else only that they are there.
+    """
+    found, sums = [], {}
+    for node in plan.nodes():
+        path = results / node.record
+        try:
+            body = record.read(path)
+        except FileNotFoundError:
+            found.append(Finding(node, "missing", "not made yet"))
+            continue
+        except (OSError, ValueError) as error:
+            found.append(Finding(node, "damaged", f"unreadable record: {error}"))
+            continue
+        sums[node.record] = record.sha256(path)
+        why = changes(node, body.get("key"))
+        if why:
+            found.append(Finding(node, "stale", "; ".join(why)))
+            continue
+        read = body.get("inputs", {})
+        other = [label for label, below in node.inputs.items() if sums.get(below.record) != read.get(label)]
+        if other:
+            found.append(Finding(node, "stale", f"made from another {', '.join(other)}"))
+            continue
+        bad = [x for x, sha in body.get("files", {}).items() if not _holds(path.parent / x, sha, deep)]
+        if bad:
+            found.append(Finding(node, "damaged", f"missing or changed: {', '.join(bad)}"))
+    return found
+
+
+def main(plan: Plan, results: Path, adopt: bool, discard: bool, deep: bool) -> int:
+    """Print the findings; 1 where a result that exists is stale or damaged and was not discarded."""
+    found = audit(plan, results, deep or adopt)
+    bad = [x for x in found if x.kind != "missing"]
+    for x in bad:
+        print(f"{x.kind}: {results / x.node.record}: {x.why}")
+    print(
+        f"audit: sweep {plan.name}: {len(plan.nodes())} results planned, {len(found) - len(bad)} missing, "
+        f"{sum(x.kind == 'stale' for x in bad)} stale, {sum(x.kind == 'damaged' for x in bad)} damaged"
+    )
+    if discard:
+        for x in bad:
+            (results / x.node.record).unlink(missing_ok=True)
+        print(f"audit: {len(bad)} removed; snakemake makes them again")
+        return 0
+    if adopt:
+        print(f"audit: {_adopt(plan, results, {x.node.record for x in found})} dated in order")
+    return 1 if bad else 0
+
+
+def _adopt(plan: Plan, results: Path, found: set[str]) -> int:
+    """Date every verified record after the records that it reads: a second apart, the last one now."""
+    good = [node for node in plan.nodes() if node.record not in found]
+    now = int(time.time())
+    for n, node in enumerate(good):
+        date = now - len(good) + n
+        os.utime(results / node.record, (date, date))
+    return len(good)
+
+
+def _holds(path: Path, sha: str, deep: bool) -> bool:
+    return path.is_file() and (not deep or record.sha256(path) == sha)

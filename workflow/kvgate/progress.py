@@ -1,0 +1,105 @@
+"""What a person sees of a run: which jobs there are to do, each job as it ends, and about how long is left."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kvgate import record
+from kvgate.job import Job
+from kvgate.plan import Node, Plan, changes, recorded_key
+
+# Seconds of a job on a common PC, where no earlier run tells: only their ratios matter.
+_USUAL = {"fetch": 30, "trace": 20, "prepare": 30, "export": 30, "check": 40, "build": 150, "verify": 3}
+_FILE = ".run.json"
+
+
+def cost_path(path: Path) -> Path:
+    """The side file of a record with its seconds and peak memory: they differ between equal runs."""
+    return path.with_suffix(".cost.json")
+
+
+def stale(plan: Plan, results: Path) -> dict[str, tuple[Node, list[str]]]:
+    """The jobs whose record is not what would be planned now, by record path, each with what changed."""
+    found = {}
+    for node in plan.nodes():
+        why = changes(node, recorded_key(results / node.record))
+        if why:
+            found[node.record] = (node, why)
+    return found
+
+
+def memory_mb() -> int:
+    """This machine's memory in MiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+
+
+def begin(plan: Plan, todo: dict[str, tuple[Node, list[str]]], results: Path, write: bool) -> list[str]:
+    """Lines that say what there is to do and why; with `write`, the finish lines of the jobs can count down."""
+    lines = [f"kvgate: sweep {plan.name}: {len(plan.rows)} rows, {len(plan.nodes())} jobs, {len(todo)} to do"]
+    reasons: dict[str, dict[str, int]] = {}
+    for node, why in todo.values():
+        # What a job reads changed with the job above it: only the first cause is news.
+        own = [x for x in why if not x.startswith("inputs")] or ["what it reads"]
+        label = ", ".join(own)
+        counts = reasons.setdefault(node.stage, {})
+        counts[label] = counts.get(label, 0) + 1
+    for stage, counts in reasons.items():
+        lines.append(f"  {stage}: " + "; ".join(f"{n} ({why})" for why, n in counts.items()))
+    if write and todo:
+        jobs = {path: _expected(results / path, node.stage) for path, (node, _) in todo.items()}
+        record.write(results / _FILE, {"started": time.time(), "jobs": jobs})
+    return lines
+
+
+def title(job: Job) -> str:
+    """A job's name: its stage and what tells it from its siblings."""
+    return f"{job.stage} " + " ".join(v for k, v in job.wildcards.items() if v not in ("plain", "decode"))
+
+
+def finished(job: Job, body: dict[str, Any], seconds: float) -> str:
+    status = body["status"] if body["status"] == "ok" else f"blocked: {body['reason']}"
+    return f"{title(job)}: {status}, {clock(seconds)}{_left(job)}"
+
+
+def working(job: Job, log: Path, seconds: float) -> str:
+    try:
+        lines = [x.strip() for x in log.read_bytes()[-2000:].decode(errors="replace").splitlines() if x.strip()]
+    except OSError:
+        lines = []
+    return f"{title(job)}: {clock(seconds)} so far: {lines[-1][:100] if lines else 'working'}"
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _expected(path: Path, stage: str) -> float:
+    try:
+        return float(record.read(cost_path(path))["seconds"])
+    except (OSError, ValueError, KeyError):
+        return float(_USUAL.get(stage, 1))
+
+
+def _left(job: Job) -> str:
+    """How many of the run's jobs are done and about how long the others take, judged by those that are done."""
+    try:
+        run = json.loads((job.results / _FILE).read_text())
+    except (OSError, ValueError):
+        return ""
+    mine = str(job.record.relative_to(job.results))
+    done = {p for p in run["jobs"] if p == mine or _newer(job.results / p, run["started"])}
+    spent = sum(run["jobs"][p] for p in done)
+    left = sum(run["jobs"].values()) - spent
+    if mine not in run["jobs"] or not spent:
+        return ""
+    estimate = left * (time.time() - run["started"]) / spent
+    return f" [{len(done)}/{len(run['jobs'])}" + (f", about {clock(estimate)} left]" if left else "]")
+
+
+def _newer(path: Path, started: float) -> bool:
+    try:
+        return path.stat().st_mtime >= started
+    except OSError:
+        return False

@@ -1,0 +1,126 @@
+"""Runs one job: holds the key to the code and packages that are here, runs the stage, writes its record last."""
+
+import importlib
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from kvgate import digest, plan, progress, record
+from kvgate.job import Job
+
+_HEARTBEAT = 30.0  # seconds between lines on the terminal while a job works
+
+
+def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) -> int:
+    """Returns the exit code: 0 also for an expected failure, which is a record with status `blocked`.
+
+    Raises ValueError where the key is not what the code, the packages and the texts are now.
+    """
+    key = plan.unpack(argument)
+    _hold(stage, key, base)
+    inputs = {label: results / path for label, (path, _) in key["inputs"].items()}
+    job = Job(stage, key["wildcards"], key["config"], inputs, results, base)
+    job.record.unlink(missing_ok=True)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with _captured(log) as terminal, _heartbeat(job, log, terminal):
+        try:
+            body = _body(job, key)
+        except KeyboardInterrupt:
+            return 130
+        except BaseException as error:
+            traceback.print_exc()
+            where = f"; see {log}" if log else ""
+            last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            print(f"{progress.title(job)}: failed: {last[0]}{where}", file=terminal, flush=True)
+            return 1
+        cost = {"seconds": round(time.monotonic() - started, 2), "peak_mb": _peak_mb()}
+        record.write(progress.cost_path(job.record), cost)
+        record.write(job.record, body)
+        print(progress.finished(job, body, cost["seconds"]), file=terminal, flush=True)
+        if body.get("announce"):
+            print(body["announce"], file=terminal, flush=True)
+    return 0
+
+
+def _body(job: Job, key: dict[str, Any]) -> dict[str, Any]:
+    module = importlib.import_module(f"{digest.PACKAGE}.stages.{job.stage}")
+    state = {"key": key, "inputs": {label: record.sha256(path) for label, path in job.inputs.items()}}
+    try:
+        if not getattr(module, "TAKES_BLOCKED", False):
+            _pass_on(job)
+        return {"status": "ok", **module.run(job), **state}
+    except record.Blocked as why:
+        print(f"blocked: {why.reason}", file=sys.stderr)
+        return {"status": "blocked", "reason": why.reason, "findings": why.findings, **why.facts, **state}
+
+
+def _pass_on(job: Job) -> None:
+    """A blocked input blocks this job for the same reason. Raises record.Blocked."""
+    for label in job.inputs:
+        above = job.read(label)
+        if above["status"] == "blocked":
+            facts = {"blocked_by": above.get("blocked_by", label.split(".")[0])}
+            raise record.Blocked(above["reason"], above["findings"], **facts)
+
+
+def _hold(stage: str, key: dict[str, Any], base: Path) -> None:
+    """An edit or an upgrade during a run must not be taken in under the old key."""
+    if key["stage"] != stage:
+        raise ValueError(f"key: got one of stage {key['stage']!r}, allowed: {stage}")
+    if digest.code_digest(key["code"]["roots"]) != key["code"]["digest"]:
+        raise ValueError("the code changed after this job was planned; run snakemake again")
+    for name, version in digest.installed(key["versions"]).items():
+        if version != key["versions"][name]:
+            raise ValueError(f"{name}: got version {version}, planned: {key['versions'][name]}; run snakemake again")
+    if plan.text_digests(base, key["texts"]) != key["texts"]:
+        raise ValueError(f"a text of {', '.join(key['texts'])} changed after planning; run snakemake again")
+
+
+def _peak_mb() -> int:
+    """Peak memory of the largest process of this job, in MiB."""
+    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) // 1024
+
+
+@contextmanager
+def _captured(log: Path | None) -> Iterator[TextIO]:
+    """Everything that this process and its children print goes to the log; yields the terminal."""
+    terminal = os.fdopen(os.dup(2), "w")
+    if log is None:
+        yield terminal
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield terminal
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@contextmanager
+def _heartbeat(job: Job, log: Path | None, terminal: TextIO) -> Iterator[None]:
+    """While a long job works, a line now and then with the last thing that it printed."""
+    done = threading.Event()
+    started = time.monotonic()
+
+    def beat() -> None:
+        while log is not None and not done.wait(_HEARTBEAT):
+            print(progress.working(job, log, time.monotonic() - started), file=terminal, flush=True)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,55 @@
+"""check: is the graph the model? Every program in ONNX Runtime against the trace, before anything is compiled.
+
+Reads model.onnx, contract.json and host.npz beside the graph's record, and the traces. Writes
+observations/{program}.npz (the rows of platform `host` are verified from them) and check.json.
+"""
+
+import io
+import sys
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from kvgate import compare, record
+from kvgate.contract import Contract
+from kvgate.engines.onnxruntime import Engine
+from kvgate.job import Job
+from kvgate.observe import Trace, observe
+
+LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
+MASK = -1e4  # float32 here; a quant's own value is used where its artifact runs
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Raises record.Blocked where the graph differs from the model, with the first difference."""
+    folder = job.inputs["export"].parent
+    contract = Contract.from_json((folder / "contract.json").read_text())
+    half = import_module(f"kvgate.strategies.{contract.strategy}.host")
+    with np.load(folder / "host.npz") as tables:
+        host = half.Host(contract, dict(tables), MASK)
+    engine = Engine(folder / "model.onnx", contract)
+    files, programs, findings = {}, {}, []
+    for name, program in job.config["programs"].items():
+        trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        if program["kind"] == "chat" and trace.prompt >= contract.cache.capacity:
+            raise record.Blocked(
+                f"program {name}: got a prompt of {trace.prompt} tokens, the strategy holds {contract.cache.capacity}"
+            )
+        seen = observe(engine, host, trace, program["histories"], job.config["isolated"], _say(name))
+        programs[name], found = compare.differences(contract, trace, seen, LIMIT)
+        findings += [x | {"program": name} for x in found]
+        buffer = io.BytesIO()
+        np.savez(buffer, **seen)  # type: ignore[arg-type]
+        path = job.folder / "observations" / f"{name}.npz"
+        record.write_bytes(path, buffer.getvalue())
+        files[f"observations/{name}.npz"] = record.sha256(path)
+    if findings:
+        raise record.Blocked(
+            f"the graph differs from the model: {findings[0]['text']}", findings, programs=programs, files=files
+        )
+    return {"programs": programs, "limit": LIMIT, "files": files}
+
+
+def _say(name: str) -> Any:
+    return lambda text: print(f"{name}: {text}", file=sys.stderr)

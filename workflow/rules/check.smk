@@ -1,0 +1,16 @@
+# Is the graph the model? ONNX Runtime against the reference.
+# Reads the graph and the traces. Writes observations/*.npz and check.json.
+rule check:
+    input:
+        inputs("check"),
+    output:
+        record("check"),
+    params:
+        key=key("check"),
+    log:
+        log_of("check"),
+    resources:
+        mem_mb=3000,
+        runtime=60,
+    shell:
+        command("check")

@@ -1,0 +1,79 @@
+# The plan, and functions that rules take their inputs, keys and records from. No rules here.
+import os
+import sys
+from pathlib import Path
+
+BASE = Path(str(workflow.current_basedir)).parents[1]
+# A job's command finds the package and this interpreter also when this workflow is a module of another one.
+os.environ["PYTHONPATH"] = str(BASE / "workflow")
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+if str(BASE / "workflow") not in sys.path:
+    sys.path.insert(0, str(BASE / "workflow"))
+
+from kvgate import progress, sweep
+from kvgate.contract import canonical
+from kvgate.job import RECORDS
+from kvgate.plan import Plan, pack
+from snakemake.exceptions import WorkflowError
+
+try:
+    PLAN = Plan(BASE, config)
+except sweep.ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+
+def record(stage):
+    return f"results/{RECORDS[stage]}"
+
+
+def records(stage):
+    return [f"results/{node.record}" for node in PLAN.of_stage(stage)]
+
+
+def inputs(stage):
+    return lambda w: [f"results/{node.record}" for node in PLAN.node(stage, dict(w)).inputs.values()]
+
+
+def key(stage):
+    return lambda w: pack(PLAN.node(stage, dict(w)).key)
+
+
+def log_of(stage):
+    return f"results/logs/{RECORDS[stage].removesuffix('.json')}.log"
+
+
+def command(stage):
+    return f"python -m kvgate {stage} {{params.key:q}} --log {{log:q}}"
+
+
+def build_mb(w):
+    return PLAN.config["models"][w.model]["build_mb"]
+
+
+def begin():
+    """Say what there is to do; let our own comparison of keys decide what is stale.
+
+    Snakemake compares a key only with what its own metadata remembers: a lost .snakemake, a restored file or results
+    from elsewhere would pass as current. The records themselves hold their keys, so a stale one is forced.
+    """
+    stale = progress.stale(PLAN, Path("results"))
+    workflow.dag_settings.forcerun = set(workflow.dag_settings.forcerun) | {
+        f"results/{path}" for path in stale if Path("results", path).exists()
+    }
+    if "mem_mb" not in workflow.global_resources:
+        workflow.global_resources["mem_mb"] = PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10
+    first = next((row for row in PLAN.rows if row.quant == "fp16"), PLAN.rows[0])
+    workflow.scheduling_settings.prioritytargets = {
+        f"results/{PLAN.node('judge', first.wildcards()).record}"
+    }  # one whole row early: a mistake shows after minutes, not hours
+    for line in progress.begin(PLAN, stale, Path("results"), write=not workflow.dryrun):
+        print(line, file=sys.stderr)
+
+
+if workflow.is_main_process:
+    begin()
+
+
+wildcard_constraints:
+    **{name: "[^/]+" for name in ("model", "program", "weights", "form", "strategy", "part")},
+    **{name: "[^/]+" for name in ("platform", "quant", "backend", "sweep")},

@@ -1,0 +1,16 @@
+# The graph of a strategy, and its contract.
+# Reads the prepared weights. Writes model.onnx, contract.json, host.npz and graph.json.
+rule export:
+    input:
+        inputs("export"),
+    output:
+        record("export"),
+    params:
+        key=key("export"),
+    log:
+        log_of("export"),
+    resources:
+        mem_mb=3500,
+        runtime=60,
+    shell:
+        command("export")

@@ -1,0 +1,16 @@
+# The matrices that the graphs of one form read, in one file.
+# Reads the checkpoint. Writes weights.bin and weights.json.
+rule prepare:
+    input:
+        inputs("prepare"),
+    output:
+        record("prepare"),
+    params:
+        key=key("prepare"),
+    log:
+        log_of("prepare"),
+    resources:
+        mem_mb=4500,
+        runtime=60,
+    shell:
+        command("prepare")

@@ -1,0 +1,16 @@
+# The table of the sweep, and the folders to ship.
+# Reads all verdicts. Writes acceptance.tsv, acceptance.md and acceptance.json.
+rule tabulate:
+    input:
+        inputs("tabulate"),
+    output:
+        record("tabulate"),
+    params:
+        key=key("tabulate"),
+    log:
+        log_of("tabulate"),
+    resources:
+        mem_mb=500,
+        runtime=10,
+    shell:
+        command("tabulate")

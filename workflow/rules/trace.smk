@@ -1,0 +1,16 @@
+# The reference of a program: whole-prefix recomputation in float32.
+# Reads the checkpoint and a text. Writes trace.npz and trace.json.
+rule trace:
+    input:
+        inputs("trace"),
+    output:
+        record("trace"),
+    params:
+        key=key("trace"),
+    log:
+        log_of("trace"),
+    resources:
+        mem_mb=2500,
+        runtime=60,
+    shell:
+        command("trace")
