@@ -55,7 +55,7 @@ def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in ("config", *KINDS):
         read = _read(base, f"config/{name}.yaml")
-        merged |= read if name == "config" else {name: read.get(name, {})}
+        merged |= read if name == "config" else {name: read}
     for key, value in override.items():
         merged[key] = _over(merged.get(key), value)
     _validate(merged)
@@ -129,11 +129,6 @@ def modules(folder: str) -> list[str]:
     if folder == "strategies":
         return sorted(p.parent.name for p in (_PACKAGE / folder).glob("*/host.py"))
     return sorted(p.stem for p in (_PACKAGE / folder).glob("*.py") if p.stem != "__init__")
-
-
-def dtype(config: dict[str, Any], quant: str) -> str:
-    """The toolkit's name of what a quant computes in; `fp16` where nothing is quantized."""
-    return str(config["quants"][quant]["config"].get("quantized_dtype", "fp16"))
 
 
 def _product(block: dict[str, Any]) -> Iterator[Row]:
@@ -256,11 +251,10 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
     if (row.platform == HOST_PLATFORM) != (row.quant == HOST_QUANT):
         raise ConfigError(f"{where}: got quant {row.quant} on platform {row.platform}, allowed: fp32 on host only")
     if row.platform != HOST_PLATFORM:
-        supported = platforms.SUPPORTED[row.platform]
-        if dtype(config, row.quant) not in supported:
+        supported, dtype = platforms.supported(row.platform), platforms.dtype(config["quants"][row.quant])
+        if dtype not in supported:
             raise ConfigError(
-                f"{where}: quant {row.quant} is {dtype(config, row.quant)}, "
-                f"which {row.platform} has not; supported: {', '.join(supported)}"
+                f"{where}: quant {row.quant} is {dtype}, which {row.platform} has not; supported: {', '.join(supported)}"
             )
         if strategy["module"] == "recompute":
             raise ConfigError(f"{where}: strategy {row.strategy} recomputes, allowed: platform host only")
