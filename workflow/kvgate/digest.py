@@ -45,6 +45,22 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
     return {name: _version(name) for name in packages}
 
 
+def locked(lock: Path, packages: Iterable[str]) -> dict[str, str]:
+    """The versions of packages as a lock file of `name==version` lines has them. Raises ValueError on a missing one."""
+    pins = {}
+    for line in lock.read_text().splitlines():
+        name, _, pinned = line.partition("==")
+        pins[_normal(name)] = pinned.strip()
+    missing = [name for name in packages if _normal(name) not in pins]
+    if missing:
+        raise ValueError(f"{lock.name}: lacks {', '.join(missing)}")
+    return {name: pins[_normal(name)] for name in packages}
+
+
+def _normal(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(".", "-")
+
+
 @cache
 def _version(name: str) -> str:
     try:

@@ -196,7 +196,7 @@ class Plan:
                 "stage": stage,
                 "wildcards": wildcards,
                 "code": {"roots": roots, "digest": self._codes[roots]},
-                "versions": digest.installed(PACKAGES[stage]),
+                "versions": digest.locked(self.base / "envs" / "lock.txt", PACKAGES[stage]),
                 "config": config,
                 "texts": texts or {},
                 "inputs": {label: [node.record, node.short] for label, node in inputs.items()},
