@@ -1,0 +1,109 @@
+"""The reference: whole-prefix recomputation in float32 with transformers alone, without any of our cache code."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvgate.observe import Trace
+
+
+def load(folder: Path) -> Any:
+    """A checkpoint folder's model: float32, eager attention, nothing from the network."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def context_limit(config: Any) -> int | None:
+    """The most tokens that the model was made for; None where positions are unbounded (alibi)."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end a text: the generation config's and the tokenizer's."""
+    given = model.generation_config.eos_token_id
+    found = {int(x) for x in (given if isinstance(given, list) else [given]) if x is not None}
+    return tuple(sorted(found | ({tokenizer.eos_token_id} - {None})))
+
+
+def trace(
+    model: Any,
+    prompt: Sequence[int],
+    new: int = 0,
+    ends: Sequence[int] = (),
+    logits: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Trace:
+    """The trace of `prompt` (ids), after up to `new` greedy tokens; a token in `ends` is kept and ends it.
+
+    Every generated token comes from a forward pass over its whole prefix with the cache off; one more pass over all
+    tokens gives the K/V and the logits. Raises ValueError where a layer caches no K and V.
+    """
+    ids = [int(x) for x in prompt]
+    ended = False
+    while len(ids) < len(prompt) + new and not ended:
+        with torch.inference_mode():
+            scores = model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
+        ids.append(int(scores[0, -1].argmax()))
+        ended = ids[-1] in ends
+        progress(f"token {len(ids) - len(prompt)}/{new}")
+    scores, keys, values = whole(model, ids, logits)
+    return Trace(np.array(ids, np.int64), len(prompt), ended, tuple(ends), keys, values, scores)
+
+
+def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
+    """One forward pass over `ids`: logits [T, V] (None if not wanted), every layer's K and V [T, Hk, D] as cached.
+
+    The cache object only collects here: it starts empty and nothing is read from it. Without a config it does not
+    cut sliding layers to their window.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with torch.inference_mode():
+        keep = 0 if logits else 1  # 0: all
+        scores = model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=keep).logits
+    keys, values = [], []
+    for i, layer in enumerate(cache.layers):
+        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
+            raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
+        keys.append(distinct_heads(key, model.config)[0].transpose(0, 1).numpy().copy())
+        values.append(distinct_heads(value, model.config)[0].transpose(0, 1).numpy().copy())
+    if not keys:
+        raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
+    return (scores[0].float().numpy().copy() if logits else None), keys, values
+
+
+def distinct_heads(cached: torch.Tensor, config: Any) -> torch.Tensor:
+    """[B, H, T, D] -> [B, Hk, T, D]: falcon caches its KV heads repeated; one of each is enough.
+
+    Unchanged where the heads are not plain repeats.
+    """
+    text = config.get_text_config()
+    heads = getattr(text, "num_kv_heads", None) or getattr(text, "num_key_value_heads", None)
+    if not heads or cached.shape[1] == heads or cached.shape[1] % heads:
+        return cached
+    group = cached.shape[1] // heads
+    chosen = cached[:, ::group]
+    return chosen if torch.equal(chosen.repeat_interleave(group, dim=1), cached) else cached
+
+
+def perplexity(tokens: np.ndarray, logits: np.ndarray) -> float:
+    """exp of the mean negative log likelihood of tokens 1..T-1 given those before; tokens [T], logits [T, V]."""
+    rows = logits[:-1].astype(np.float64)
+    rows -= rows.max(axis=1, keepdims=True)
+    chosen = rows[np.arange(len(rows)), tokens[1:]] - np.log(np.exp(rows).sum(axis=1))
+    return float(np.exp(-chosen.mean()))

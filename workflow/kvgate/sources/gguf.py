@@ -1,0 +1,63 @@
+"""Source `gguf`: a local .gguf file, {"kind": "gguf", "path": file, "sha256": optional}.
+
+transformers' own loader reads weights and tokenizer. Quantized tensors become float32: every value of the file's
+grids is exact there, float16 would round scale times code.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from kvgate.record import Blocked, finding
+from kvgate.sources import folder
+
+MAGIC = b"GGUF"
+
+
+def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+    """Write the checkpoint in safetensors and the tokenizer into `into`. Raises Blocked on a bad file."""
+    path = Path(source["path"])
+    if not path.is_file():
+        raise _blocked("missing", f"gguf {source['path']}: got no such file, allowed: a GGUF file")
+    folder.hold(path, source.get("sha256"), f"gguf {path.name}")
+    with path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        raise _blocked("corrupt", f"gguf {path.name}: got first bytes {magic!r}, allowed: {MAGIC!r}")
+    model, tokenizer = _load(path)
+    model.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+    return {"revision": folder.sha256(path), "licence": _licence(path)}
+
+
+def _load(path: Path) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+    except Exception as error:  # the readers raise whatever the damaged bytes lead to
+        kind = "architecture" if "architecture" in str(error) else "corrupt"
+        raise _blocked(kind, f"gguf {path.name}: cannot be read: {folder.one_line(error)}") from error
+    # save_pretrained refuses a model that still counts as quantized; the weights are plain float32 by now.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    for owner, name in ((model.config, "quantization_config"), (model, "quantization_method")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    return model, tokenizer
+
+
+def _licence(path: Path) -> str | None:
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).get_field("general.license")
+    return str(field.contents()) if field else None
+
+
+def _blocked(kind: str, text: str) -> Blocked:
+    return Blocked(text, [finding(kind, text)])

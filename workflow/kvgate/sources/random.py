@@ -1,0 +1,68 @@
+"""Source `random`: random weights from a config, for tests.
+
+{"kind": "random", "config": {"model_type": ..., ...}, "seed": 0, "tokenizer": optional folder}. Without a tokenizer
+a byte-level one of 259 tokens is made, with a chat template.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from kvgate.record import Blocked, finding
+from kvgate.sources import folder
+
+START, END, UNKNOWN = "<|start|>", "<|end|>", "<|unknown|>"
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+    """Write a seeded random model and a tokenizer into `into`. Raises Blocked on a config that transformers refuses."""
+    from transformers import AutoTokenizer
+
+    seed = int(source.get("seed", 0))
+    model = _model(dict(source["config"]), seed)
+    given = source.get("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(given, local_files_only=True) if given else byte_tokenizer()
+    if len(tokenizer) > model.config.get_text_config().vocab_size:
+        text = f"random: got vocab_size {model.config.vocab_size}, allowed: at least the tokenizer's {len(tokenizer)}"
+        raise Blocked(text, [finding("vocabulary", text)])
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+    return {"revision": str(seed), "licence": None}
+
+
+def _model(config: dict[str, Any], seed: int) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            made = AutoConfig.for_model(config.pop("model_type", ""), **config)
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+        except Exception as error:
+            text = f"random: transformers refuses the config: {folder.one_line(error)}"
+            raise Blocked(text, [finding("architecture", text)]) from error
+        with torch.no_grad():
+            # Gains of 1 and biases of 0 would hide a graph that drops them.
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer with one token a byte and three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bare = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(alphabet)}, merges=[]))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token=START, eos_token=END, unk_token=UNKNOWN)
+    made.chat_template = TEMPLATE
+    return made

@@ -1,0 +1,114 @@
+"""Trace: the reference run of one program. Frozen token ids, logits, every layer's K and V."""
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvgate import record
+from kvgate.job import Job
+from kvgate.record import Blocked, finding
+
+KINDS = ("chat", "text", "calibration")
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Reads the checkpoint and the program's text, writes trace.npz. Raises Blocked on a text that cannot be run."""
+    import torch
+
+    from kvgate import reference
+
+    torch.set_num_threads(1)  # the same bytes whatever the number of cores
+    program, folder = job.config["program"], job.inputs["fetch"].parent
+    name = job.wildcards["program"]
+    model, tokenizer = reference.load(folder), reference.load_tokenizer(folder)
+    limit, text = reference.context_limit(model.config), _text(job.base / program["text"], program["text"])
+    chat = program["kind"] == "chat"
+    if program["kind"] not in KINDS:
+        raise _blocked("program", f"program {name}: got kind {program['kind']!r}, known: {', '.join(KINDS)}")
+    ids = prompt_ids(tokenizer, text) if chat else text_ids(tokenizer, text, program["tokens"])
+    check_ids(ids, model.config.get_text_config().vocab_size, limit, chat)
+    ends = reference.end_ids(model, tokenizer)
+    new = min(program["tokens"], limit - len(ids) if limit else program["tokens"]) if chat else 0
+    found = reference.trace(
+        model, ids, new, ends, program["kind"] != "calibration", lambda x: print(f"{name}: {x}", file=sys.stderr)
+    )
+    path = job.folder / "trace.npz"
+    part = record.partial(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        found.save(str(part))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    scored = program["kind"] == "text" and found.logits is not None
+    return {
+        "kind": program["kind"],
+        "tokens": found.tokens.tolist(),
+        "prompt": found.prompt,
+        "ended": found.ended,
+        "end_ids": list(found.end_ids),
+        "text": tokenizer.decode(found.tokens[found.prompt :].tolist()) if chat else "",
+        "perplexity": reference.perplexity(found.tokens, found.logits) if scored else None,  # type: ignore[arg-type]
+        "layers": len(found.keys),
+        "tokenizer": _facts(tokenizer, chat),
+        "files": {"trace.npz": record.sha256(path)},
+    }
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """A chat's ids: the chat template applied once; the tokenizer's own way where it has no template.
+
+    Raises Blocked on an empty text, and on one that holds special tokens (a template would be applied twice).
+    """
+    if not tokenizer.chat_template:
+        return list(tokenizer(text)["input_ids"])
+    special = set(tokenizer.all_special_ids) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if special:
+        token = tokenizer.convert_ids_to_tokens(min(special))
+        raise _blocked(
+            "prompt", f"prompt: got the special token {token!r} in the text, allowed: plain text without a template"
+        )
+    messages = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def text_ids(tokenizer: Any, text: str, count: int) -> list[int]:
+    """The first `count` ids of a text, the tokenizer's own start token among them if it sets one."""
+    ids = list(tokenizer(text)["input_ids"])
+    if len(ids) < count:
+        raise _blocked("text", f"text too short: got {len(ids)} tokens, needed {count}")
+    return ids[:count]
+
+
+def check_ids(ids: list[int], vocabulary: int, limit: int | None, generates: bool) -> None:
+    """Raises Blocked on no ids, on an id outside the vocabulary, and on more ids than the model has positions for."""
+    if not ids:
+        raise _blocked("prompt", "prompt: got no tokens, allowed: at least 1")
+    wrong = [x for x in ids if not 0 <= x < vocabulary]
+    if wrong:
+        raise _blocked("token", f"token id: got {wrong[0]}, allowed: 0 to {vocabulary - 1}")
+    if limit is not None and len(ids) + generates > limit:
+        what = "prompt" if generates else "text"
+        raise _blocked(
+            "context", f"{what}: got {len(ids)} tokens, allowed: at most {limit - generates} (the context limit)"
+        )
+
+
+def _text(path: Path, name: str) -> str:
+    if not path.is_file():
+        raise _blocked("text", f"text {name}: got no such file")
+    text = path.read_text().strip()
+    if not text:
+        raise _blocked("prompt", f"text {name}: got an empty text, allowed: at least one word")
+    return text
+
+
+def _facts(tokenizer: Any, chat: bool) -> dict[str, Any]:
+    template = tokenizer.chat_template if chat else None
+    digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
+    return {"class": type(tokenizer).__name__, "tokens": len(tokenizer), "chat_template_sha256": digest}
+
+
+def _blocked(kind: str, text: str) -> Blocked:
+    return Blocked(text, [finding(kind, text)])
