@@ -1,0 +1,133 @@
+"""Why a row is red: one sentence where the evidence shows a cause. Pure, standard library only.
+
+Every rule looks at what was measured and found, never at a strategy's or quant's name. No evidence, no cause.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FLOAT_INPUTS = ("cosine", "sine", "rotation")  # roles: angles that the host worked out
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a red row."""
+
+    first: Mapping[str, Any]  # where it broke first: history, position, layer, tensor
+    findings: Sequence[Mapping[str, Any]] = ()  # of the build and of all programs: kind, text
+    cpu_operators: Mapping[str, int] = field(default_factory=dict)
+    roles: Sequence[str] = ()  # of the graph's inputs
+    boundary: Sequence[str] = ()  # dtypes of the artifact's cache tensors
+    broken: Sequence[tuple[str, int]] = ()  # (history, position) of every step that broke a figure's gate
+    steps: Sequence[tuple[str, int]] = ()  # (history, position) of every step compared
+    # median K/V delta of the isolated steps in the first and in the last quarter of the positions
+    early: float | None = None
+    late: float | None = None
+    disturbed: float | None = None  # worst
+
+
+def explain(evidence: Evidence) -> str:
+    """The first rule's sentence whose evidence is there; empty where none is."""
+    return next((text for rule in RULES if (text := rule(evidence))), "")
+
+
+def out_of_range(e: Evidence) -> str:
+    """A norm that is not fused squares its input in float16: from 256 on the square is infinite and the norm zero.
+
+    Needs all three: the simulator's range warning (a mask beyond float16 gives one too, harmlessly), the norm's
+    operators left on the CPU, and outputs of zeros or an error of 100 %.
+    """
+    warned = [f for f in e.findings if is_range(f)]
+    norms = {name: n for name, n in e.cpu_operators.items() if name.lower() in ("sqrt", "div", "reciprocal")}
+    zeros = [f for f in e.findings if f["kind"] == "all_zero"]
+    if not (warned and norms and zeros):
+        return ""
+    left = ", ".join(f"{n} {name}" for name, n in sorted(norms.items(), key=lambda x: -x[1]))
+    layers = [f["layer"] for f in zeros if f.get("layer") is not None]
+    where = f" from layer {min(layers)} on" if layers else ""
+    return f"values leave float16's range in norms that were not fused ({left} on the CPU), all zero{where}"
+
+
+def permuted(e: Evidence) -> str:
+    text = next((str(f["text"]) for f in e.findings if f["kind"] == "permuted"), "")
+    return text.split(": ", 1)[-1]
+
+
+def not_a_number(e: Evidence) -> str:
+    found = {f["kind"] for f in e.findings} & {"nan", "inf"}
+    if not found:
+        return ""
+    word = "NaN" if "nan" in found else "infinite values"
+    warned = any(is_range(f) for f in e.findings)
+    return f"{word} in the outputs" + (", after values left float16's range" if warned else "")
+
+
+def random_weights(e: Evidence) -> str:
+    found = any(f["kind"] == "random_weights" for f in e.findings)
+    return "the toolkit put random weights in place of missing ones" if found else ""
+
+
+def other_slots(e: Evidence) -> str:
+    """A graph that gives the whole buffer back must not touch the slots that it does not write."""
+    if e.first.get("gate") != "disturbed":
+        return ""
+    integer = [d for d in e.boundary if "int" in d]
+    if integer:
+        return f"the cache comes back rounded to {integer[0]}"
+    return "slots that the step does not write came back changed"
+
+
+def rounded_cache(e: Evidence) -> str:
+    """Integers at the boundary: every K and V is rounded to one scale for the tensor."""
+    integer = sorted({d for d in e.boundary if "int" in d})
+    return f"activations and cache are {integer[0]}" if integer else ""
+
+
+def angles(e: Evidence) -> str:
+    """Rotary angles worked out in float16 drift with the position; from the host they are exact."""
+    host = any(role in FLOAT_INPUTS for role in e.roles)
+    if host or e.early is None or e.late is None or not e.late > 3 * e.early:
+        return ""
+    growth = f"{100 * e.early:.2g} % early, {100 * e.late:.2g} % late"
+    return f"the error grows with the position ({growth}): angles in the graph"
+
+
+def first_token(e: Evidence) -> str:
+    """At position 0 the cache is empty, so nothing but the step's own arithmetic can be wrong."""
+    later = any(position != 0 for _, position in e.steps)
+    if e.broken and later and all(position == 0 for _, position in e.broken):
+        return "only the first token, whose cache is empty: the arithmetic, not the cache"
+    return ""
+
+
+def adds_up(e: Evidence) -> str:
+    broken = {history for history, _ in e.broken}
+    if "isolated" in {history for history, _ in e.steps} and broken == {"forced"}:
+        return "every step is right by itself, the errors add up in the cache"
+    return ""
+
+
+def arithmetic(e: Evidence) -> str:
+    """Fed the reference's exact cache, a step is still off."""
+    if e.first.get("history") == "isolated" and e.first.get("gate") in ("kv_l2", "logits_l2"):
+        return "off with the reference's own cache: the arithmetic of a step"
+    return ""
+
+
+def is_range(finding: Mapping[str, Any]) -> bool:
+    return finding["kind"] == "fp16_range"
+
+
+RULES: tuple[Callable[[Evidence], str], ...] = (
+    random_weights,
+    out_of_range,
+    permuted,
+    not_a_number,
+    first_token,
+    other_slots,
+    rounded_cache,
+    angles,
+    adds_up,
+    arithmetic,
+)

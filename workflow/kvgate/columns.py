@@ -1,0 +1,106 @@
+"""The columns of the table, their order and how people read them, and a row in one line. Standard library only."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
+STEPS = ("0", "1", "2", "3", "16", "end")  # generated steps, as compare.TOKEN_STEPS has them
+
+
+def percent(value: float | None) -> str:
+    """A ratio for people: 0.00873 -> `0.87 %`."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{100 * value:.{0 if value >= 1 else 2 if value >= 0.001 else 4}f} %"
+
+
+def _get(*path: str) -> Callable[[Mapping[str, Any]], Any]:
+    def get(verdict: Mapping[str, Any]) -> Any:
+        value: Any = verdict
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    return get
+
+
+def _cpu(verdict: Mapping[str, Any]) -> Any:
+    found = _get("figures", "cpu_operators")(verdict)
+    return None if found is None else sum(found.values())
+
+
+def _top1(verdict: Mapping[str, Any]) -> str | None:
+    f = verdict["figures"]
+    return f"{f['top1_equal']}/{f['top1_of']}" if f.get("top1_of") else None
+
+
+def _risks(verdict: Mapping[str, Any]) -> str:
+    return "; ".join(x if isinstance(x, str) else str(x.get("text", x)) for x in verdict["risks"])
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.1f}"
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+Column = tuple[str, Callable[[Mapping[str, Any]], Any], Callable[[Any], str]]
+
+# Name in the .tsv (raw values), where it is in a verdict, how people read it (.md). Ratios are shown in percent.
+COLUMNS: tuple[Column, ...] = (
+    *((name, _get("row", name), str) for name in ("model", "weights", "strategy")),
+    ("form", _get("figures", "form"), str),
+    *((name, _get("row", name), str) for name in ("platform", "quant", "backend")),
+    ("verdict", _get("verdict"), str),
+    ("reason", _get("reason"), str),
+    ("kv_l2_median", _get("figures", "kv_median"), percent),
+    ("kv_l2_worst", _get("figures", "kv_worst", "value"), percent),
+    ("kv_worst_layer", _get("figures", "kv_worst", "layer"), str),
+    ("kv_worst_tensor", _get("figures", "kv_worst", "tensor"), str),
+    ("kv_worst_position", _get("figures", "kv_worst", "position"), str),
+    ("kv_worst_history", _get("figures", "kv_worst", "history"), str),
+    ("logits_l2_median", _get("figures", "logits_median"), percent),
+    ("logits_l2_worst", _get("figures", "logits_worst", "value"), percent),
+    ("logits_raw_l2_median", _get("figures", "raw_median"), percent),
+    ("logits_raw_l2_worst", _get("figures", "raw_worst", "value"), percent),
+    ("sqnr_db", _get("figures", "sqnr_db"), lambda v: f"{v:.1f}"),
+    ("top1", _top1, str),
+    *((f"tokens_{n}", _get("figures", "tokens", n), str) for n in STEPS),
+    ("diverged_program", _get("figures", "diverged", "program"), str),
+    ("diverged_step", _get("figures", "diverged", "step"), str),
+    ("diverged_margin", _get("figures", "diverged", "margin"), _text),
+    ("diverged_error", _get("figures", "diverged", "error"), _text),
+    ("perplexity", _get("figures", "perplexity", "value"), _text),
+    ("perplexity_reference", _get("figures", "perplexity", "reference"), _text),
+    ("kl", _get("figures", "kl"), _text),
+    ("cpu_operators", _cpu, str),
+    ("rows", _get("figures", "rows"), str),
+    ("predicted_cycles", _get("figures", "cycles"), str),
+    ("predicted_traffic_bytes", _get("figures", "traffic_bytes"), str),
+    ("weight_bytes", _get("figures", "weight_bytes"), str),
+    ("history_bytes", _get("figures", "history_bytes"), str),
+    ("delta_bytes", _get("figures", "delta_bytes"), str),
+    ("artifact_bytes", _get("figures", "artifact_bytes"), str),
+    ("risks", _risks, str),
+)
+
+# The columns that differ in the .md: a title with the unit, and the value in it.
+UNITS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "predicted_cycles": ("predicted Mcycles a token", lambda v: f"{v / 1e6:.1f}"),
+    "predicted_traffic_bytes": ("predicted traffic MiB a token", _mib),
+    "weight_bytes": ("weights MiB", _mib),
+    "history_bytes": ("history KiB a step", lambda v: f"{v / 1024:.0f}"),
+    "delta_bytes": ("returned K/V KiB a step", lambda v: f"{v / 1024:.0f}"),
+    "artifact_bytes": ("artifact MiB", _mib),
+}
+
+
+def line(verdict: Mapping[str, Any]) -> str:
+    """A row in one line, as it finishes: `pass  cpu_managed fp16 rk3576 (simulator): all 9 gates hold`."""
+    row = verdict["row"]
+    weights = "" if row["weights"] == "plain" else f" {row['weights']}"
+    name = f"{row['model']}{weights} {row['strategy']} {row['quant']} {row['platform']} ({row['backend']})"
+    return f"{verdict['verdict']:<7} {name}: {verdict['reason']}"

@@ -1,0 +1,82 @@
+"""Every figure of a row, from the metrics of its programs and the build. numpy only."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvgate.compare import TOKEN_STEPS, number
+from kvgate.contract import Contract
+from kvgate.symptoms import TENSORS
+
+Array = np.ndarray
+_ITEM = {"float32": 4, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}  # bytes
+
+
+def boundary(contract: Contract, build: Mapping[str, Any]) -> list[str]:
+    """The dtypes of the cache tensors as they cross the artifact's boundary; the graph's where there is no artifact."""
+    names = {t.name for t in (*contract.cache_inputs(), *contract.cache_outputs())}
+    built = [str(t["dtype"]) for side in ("inputs", "outputs") for t in build.get(side, ()) if t["name"] in names]
+    return sorted(set(built)) or sorted({t.dtype for t in contract.cache_inputs()})
+
+
+def figures(
+    contract: Contract,
+    build: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, Mapping[str, Array]],
+) -> dict[str, Any]:
+    """A row's figures: the errors over all programs and histories, and what the build says (empty: no artifact)."""
+    item = max((_ITEM.get(dtype, 4) for dtype in boundary(contract, build)), default=4)
+    found: dict[str, Any] = {
+        "form": contract.form,
+        "form_reason": contract.reason,
+        "history_bytes": contract.history_bytes(item),
+        "delta_bytes": contract.returned_bytes(item),
+    }
+    for name in ("rows", "cycles", "traffic_bytes", "weight_bytes", "internal_bytes", "artifact_bytes"):
+        found[name] = build.get(name)
+    found["cpu_operators"] = build.get("cpu_operators")
+    for label, field in (("kv", "kv"), ("logits", "centred"), ("raw", "raw")):
+        median, worst = _over_all(arrays, field)
+        found |= {f"{label}_median": median, f"{label}_worst": worst}
+    centred = found["logits_worst"]
+    found["sqnr_db"] = None if not centred or not centred["value"] else number(-20 * np.log10(centred["value"]))
+    histories = [h for m in metrics.values() for h in m["histories"].values()]
+    found["top1_equal"] = sum(h["top1"]["equal"] for h in histories)
+    found["top1_of"] = sum(h["top1"]["of"] for h in histories)
+    free = {name: m["free"] for name, m in metrics.items() if m["free"]}
+    found["tokens"] = {str(n): _count([f["equal"][str(n)] for f in free.values()]) for n in (*TOKEN_STEPS, "end")}
+    diverged = [{"program": name, **f["diverged"]} for name, f in free.items() if f["diverged"]]
+    found["diverged"] = min(diverged, key=lambda d: d["step"]) if diverged else None
+    text = next((m for m in metrics.values() if m["perplexity"]), None)
+    found["perplexity"] = text["perplexity"] if text else None
+    found["kl"] = text["histories"][text["perplexity"]["history"]]["kl"] if text else None
+    return found
+
+
+def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[float | None, dict[str, Any] | None]:
+    """The median of a measure over all steps, and its worst value with program, history, step, layer and tensor."""
+    every, worst, top = [], None, -1.0
+    for program, found in arrays.items():
+        for history in ("isolated", "forced"):
+            values = found.get(f"{history}/{field}")
+            if values is None or not values.size:
+                continue
+            ranked = np.where(np.isfinite(values), values, np.inf)
+            every.append(ranked.ravel())
+            if ranked.max() > top:
+                top = float(ranked.max())
+                at = np.unravel_index(ranked.argmax(), ranked.shape)
+                position = int(found[f"{history}/positions"][at[0]])
+                worst = {"value": number(top), "program": program, "history": history, "step": int(at[0])}
+                worst["position"] = position
+                if len(at) == 3:
+                    worst |= {"layer": int(at[1]), "tensor": TENSORS[at[2]]}
+    return (number(np.median(np.concatenate(every))), worst) if every else (None, None)
+
+
+def _count(equal: list[bool | None]) -> str:
+    """How many programs have the reference's token there: `2/2`; empty where none has such a step."""
+    known = [x for x in equal if x is not None]
+    return f"{sum(known)}/{len(known)}" if known else ""

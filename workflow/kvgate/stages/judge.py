@@ -1,0 +1,134 @@
+"""judge: metrics x thresholds -> the verdict of a row, its reason, and every figure that the table shows.
+
+Reads metrics.json and metrics.npz of all programs, the contract, the check's and the build's record. Seconds: moving
+a threshold runs only this and tabulate. Takes blocked inputs: a blocked row has a verdict too.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kvgate import causes, columns, figures, gates
+from kvgate.contract import Contract
+from kvgate.job import Job
+
+TAKES_BLOCKED = True
+Array = np.ndarray
+
+
+def run(job: Job) -> dict[str, Any]:
+    """The verdict's body: `verdict`, `reason`, `first`, `gates`, `risks`, `findings`, `row`, `figures`, `announce`."""
+    row = {k: v for k, v in job.wildcards.items() if k in columns.ROW}
+    inputs = {label: job.read(label) for label in job.inputs}
+    body = _blocked(inputs) or _judged(job, inputs)
+    body["row"] = row
+    body["announce"] = columns.line(body)
+    return body
+
+
+def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The first blocked input blocks the row, for its reason."""
+    found = next((item for item in inputs.items() if item[1]["status"] == "blocked"), None)
+    if found is None:
+        return None
+    label, above = found
+    stage = above.get("blocked_by", label.split(".")[0])
+    return {
+        "verdict": "blocked",
+        "reason": above.get("reason") or f"{stage} gave no reason",
+        "first": {"stage": stage},
+        "gates": [],
+        "risks": above.get("risks", []),
+        "findings": above.get("findings", []),
+        "figures": {},
+    }
+
+
+def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
+    build = inputs.get("build", {})
+    programs = {label.split(".", 1)[1]: label for label in job.labels("verify")}
+    metrics = {name: inputs[label] for name, label in programs.items()}
+    arrays: dict[str, dict[str, Array]] = {}
+    for name, label in programs.items():
+        with np.load(job.inputs[label].with_name("metrics.npz")) as file:
+            arrays[name] = dict(file)
+    limits = job.config["thresholds"]
+    found = [g for name in programs for g in gates.judge(name, metrics[name], arrays[name], limits)]
+    if not found:
+        found = [gates.Gate("compared", "fail", "no comparison was made")]
+    verdict = gates.worst([g.verdict for g in found])
+    findings = [*build.get("findings", ())]
+    findings += [x | {"program": name} for name, m in metrics.items() for x in m["findings"]]
+    broken = sorted((g for g in found if g.verdict == verdict), key=gates.Gate.place) if verdict != "pass" else []
+    first = broken[0] if broken else None
+    place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name} if first else {}
+    place |= first.first if first else {}
+    cause = causes.explain(_evidence(contract, build, findings, arrays, found, place)) if first else ""
+    return {
+        "verdict": verdict,
+        "reason": _reason(verdict, first, cause, found),
+        "cause": cause,
+        "first": place or None,
+        "gates": [g.to_json() for g in found],
+        "risks": build.get("risks", []),
+        "findings": findings,
+        "figures": figures.figures(contract, build, metrics, arrays),
+    }
+
+
+def _reason(verdict: str, first: gates.Gate | None, cause: str, found: list[gates.Gate]) -> str:
+    """One short sentence: the cause where there is one, what broke and where it broke first."""
+    if first is None:
+        return f"all {len(found)} gates hold"
+    where = [f"layer {first.first['layer']} {first.first['tensor']}"] if "layer" in first.first else []
+    where += [f"position {first.first['position']}"] if "position" in first.first else []
+    where += [f"{first.history} run of {first.program}"] if first.history else []
+    text = first.text + (f" at {', '.join(where)}" if where else "")
+    if first.name in gates.FATAL:  # its text says where
+        text = first.text
+    return f"{cause}; {text}" if cause and cause not in text else text
+
+
+def _evidence(
+    contract: Contract,
+    build: dict[str, Any],
+    findings: list[dict[str, Any]],
+    arrays: dict[str, dict[str, Array]],
+    found: list[gates.Gate],
+    place: dict[str, Any],
+) -> causes.Evidence:
+    verdict = gates.worst([g.verdict for g in found])
+    broken, steps = [], []
+    for g in found:
+        if g.program in arrays and f"{g.history}/positions" in arrays[g.program]:
+            positions = arrays[g.program][f"{g.history}/positions"]
+            steps += [(g.history, int(p)) for p in positions]
+            if g.verdict == verdict:
+                broken += [(g.history, int(positions[n])) for n in g.steps]
+    early, late = _early_late(arrays)
+    return causes.Evidence(
+        first=place,
+        findings=findings,
+        cpu_operators=build.get("cpu_operators", {}),
+        roles=[t.role for t in contract.inputs],
+        boundary=figures.boundary(contract, build),
+        broken=broken,
+        steps=steps,
+        early=early,
+        late=late,
+    )
+
+
+def _early_late(arrays: dict[str, dict[str, Array]]) -> tuple[float | None, float | None]:
+    """Median K/V delta of the isolated steps in the first and last quarter of the positions; the first token apart."""
+    found = [(a["isolated/positions"], a["isolated/kv"]) for a in arrays.values() if "isolated/positions" in a]
+    found = [(p, kv) for p, kv in found if kv.size]
+    if not found:
+        return None, None
+    positions, kv = max(found, key=lambda x: int(x[0].max()))
+    last = positions.max()
+    early, late = kv[(positions > 0) & (positions <= last / 4)], kv[positions >= last * 3 / 4]
+    if not early.size or not late.size or not np.isfinite(np.concatenate([early, late])).all():
+        return None, None
+    return float(np.median(early)), float(np.median(late))

@@ -1,0 +1,34 @@
+"""verify: what a backend returned for a program against the reference trace. Metrics, no judgement.
+
+Reads the contract beside the graph, trace.npz, and observations/{program}.npz beside the build's or check's record.
+Writes metrics.npz (every step, layer and tensor) and metrics.json (the figures).
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+
+from kvgate import compare, record
+from kvgate.contract import Contract
+from kvgate.job import Job
+from kvgate.observe import Trace
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row."""
+    program = job.wildcards["program"]
+    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
+    trace = Trace.load(str(job.inputs[f"trace.{program}"].with_name("trace.npz")))
+    path = job.inputs["observed"].parent / "observations" / f"{program}.npz"
+    with np.load(path) as seen:
+        body, arrays = compare.compare(contract, trace, seen)
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
+    record.write_bytes(job.folder / "metrics.npz", buffer.getvalue())
+    return {
+        "program": program,
+        "kind": "text" if trace.prompt == len(trace.tokens) else "chat",
+        "files": {"metrics.npz": record.sha256(job.folder / "metrics.npz")},
+        **body,
+    }

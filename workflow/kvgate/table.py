@@ -1,0 +1,142 @@
+"""The table in a terminal: the rows that there are at any time, the counts, and where to look next. Stdlib only."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvgate import record
+from kvgate.columns import COLUMNS, ROW, UNITS
+from kvgate.job import record_path
+
+Verdict = Mapping[str, Any]
+VERDICTS = ("pass", "warn", "fail", "blocked")
+# The terminal's columns: name of a column of the table, title.
+_COMPACT = (
+    ("strategy", "strategy"),
+    ("quant", "quant"),
+    ("verdict", "verdict"),
+    ("kv_l2_worst", "K/V worst"),
+    ("logits_l2_worst", "logits"),
+    ("top1", "top-1"),
+    ("tokens_end", "to end"),
+    ("perplexity", "perplexity"),
+    ("cpu_operators", "CPU ops"),
+    ("predicted_cycles", "Mcycles*"),
+    ("predicted_traffic_bytes", "traffic MiB*"),
+    ("artifact_bytes", "file MiB"),
+)
+
+
+class Row(Protocol):
+    """A row of the sweep (sweep.Row)."""
+
+    def wildcards(self) -> dict[str, str]: ...
+
+    def matches(self, pattern: dict[str, Any]) -> bool: ...
+
+
+def path(results: Path, row: Mapping[str, str]) -> Path:
+    return results / record_path("judge", dict(row))
+
+
+def load(results: Path, rows: Iterable[Mapping[str, str]]) -> list[Verdict]:
+    """The verdicts that there are, in the order of the rows."""
+    return [record.read(p) for p in (path(results, row) for row in rows) if p.exists()]
+
+
+def cells(verdict: Verdict, names: Sequence[str], people: bool) -> list[str]:
+    """A row's cells. people: rounded and in the units of the .md; else raw, with 6 significant digits. None: empty."""
+    known = {name: (get, form) for name, get, form in COLUMNS}
+    found = []
+    for name in names:
+        get, form = known[name]
+        value = get(verdict)
+        if not people:
+            form = str
+        elif name in UNITS:
+            form = UNITS[name][1]
+        found.append("" if value is None else " ".join(form(value).split()))
+    return found
+
+
+def compact(verdicts: Sequence[Verdict]) -> str:
+    """The rows as aligned text; columns in which all rows are equal and that only name the row stand above it."""
+    shared = ("model", "weights", "platform", "backend")
+    lead = [name for name in shared if len({v["row"][name] for v in verdicts}) > 1]
+    rows = [[*lead, *(title for _, title in _COMPACT)]]
+    names = [name for name, _ in _COMPACT]
+    rows += [[*(v["row"][n] for n in lead), *cells(v, names, people=True)] for v in verdicts]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    same = [verdicts[0]["row"][n] for n in shared if n not in lead]
+    return "\n".join([" ".join(same), *lines, "* predicted by the compiler, a token"] if same else lines)
+
+
+def summary(results: Path, sweep: str, verdicts: Sequence[Verdict], planned: int) -> str:
+    """The counts, where to look for the first red row, and what to ship for the best green one."""
+    counts = Counter(v["verdict"] for v in verdicts)
+    lines = [", ".join(f"{counts[name]} {name}" for name in VERDICTS)]
+    if len(verdicts) < planned:
+        lines[0] += f", {planned - len(verdicts)} not there yet"
+    red = next((v for v in verdicts if v["verdict"] in ("fail", "blocked")), None)
+    if red:
+        lines.append(f"first red row: {red['row']['strategy']} {red['row']['quant']}: {red['reason']}")
+        lines.append(f"  see {path(results, red['row'])}")
+    best = best_row(verdicts)
+    if best:
+        lines.append(f"ship ({best['verdict']}): {results / 'ship' / sweep / ship_name(best['row'])}")
+    else:
+        lines.append("nothing to ship: no row with an artifact passes")
+    return "\n".join(lines)
+
+
+def best_row(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The row to ship: pass before warn, then the fewest predicted cycles, then the least traffic."""
+
+    def rank(v: Verdict) -> tuple[int, float, float]:
+        f = v["figures"]
+        return VERDICTS.index(v["verdict"]), f["cycles"] or float("inf"), f["traffic_bytes"] or float("inf")
+
+    green = [v for v in verdicts if ships(v)]
+    return min(green, key=rank, default=None)
+
+
+def ships(verdict: Verdict) -> bool:
+    """Whether the row has an artifact that may be used."""
+    return verdict["verdict"] in ("pass", "warn") and verdict["figures"].get("artifact_bytes") is not None
+
+
+def ship_name(row: Mapping[str, str]) -> str:
+    """The row's folder below results/ship/{sweep}."""
+    return "/".join(row[name] for name in ROW)
+
+
+def main(results: Path, sweep: str, rows: Sequence[Row]) -> int:
+    """`python -m kvgate table`: what there is now. Returns 1 where there is no verdict at all."""
+    verdicts = load(results, (row.wildcards() for row in rows))
+    if not verdicts:
+        print(f"sweep {sweep}: no row is finished yet, {len(rows)} planned", file=sys.stderr)
+        return 1
+    print(compact(verdicts))
+    print(summary(results, sweep, verdicts, len(rows)))
+    return 0
+
+
+def gate(results: Path, rows: Sequence[Row], require: Sequence[dict[str, Any]]) -> int:
+    """`python -m kvgate gate`: one line for each required row that is not `pass`; returns 1 where there is one.
+
+    require: patterns (column -> value or values); none means every row. A pattern that no row matches fails too.
+    """
+    wanted = [row for row in rows if not require or any(row.matches(pattern) for pattern in require)]
+    lines = [f"required, but no row matches: {p}" for p in require if not any(row.matches(p) for row in rows)]
+    for row in wanted:
+        where = path(results, row.wildcards())
+        verdict = record.read(where) if where.exists() else {"verdict": "missing", "reason": "not judged yet"}
+        if verdict["verdict"] != "pass":
+            lines.append(f"{verdict['verdict']}: {ship_name(row.wildcards())}: {verdict['reason']}")
+    if not wanted and not lines:
+        lines.append("no row is required: nothing was held to anything")
+    print("\n".join(lines) if lines else f"gate: {len(wanted)} required rows pass")
+    return 1 if lines else 0
