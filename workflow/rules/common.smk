@@ -14,12 +14,14 @@ from kvgate import progress, sweep
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
 from kvgate.plan import Plan, pack
-from snakemake.exceptions import WorkflowError
 
 try:
     PLAN = Plan(BASE, config)
-except sweep.ConfigError as error:
-    raise WorkflowError(str(error)) from None
+except (sweep.ConfigError, ValueError) as error:
+    sys.exit(f"kvgate: {error}")  # one line; a WorkflowError would add a trace
+
+
+BEGUN = []  # holds something once the first rule was asked for its inputs
 
 
 def record(stage):
@@ -27,11 +29,11 @@ def record(stage):
 
 
 def records(stage):
-    return [f"results/{node.record}" for node in PLAN.of_stage(stage)]
+    return lambda w: [f"results/{node.record}" for node in PLAN.of_stage(stage) if begin()]
 
 
 def inputs(stage):
-    return lambda w: [f"results/{node.record}" for node in PLAN.node(stage, dict(w)).inputs.values()]
+    return lambda w: [f"results/{node.record}" for node in PLAN.node(stage, dict(w)).inputs.values() if begin()]
 
 
 def key(stage):
@@ -51,27 +53,27 @@ def build_mb(w):
 
 
 def begin():
-    """Say what there is to do; let our own comparison of keys decide what is stale.
+    """Once: say what there is to do, and let our own comparison of keys decide what is stale.
 
     Snakemake compares a key only with what its own metadata remembers: a lost .snakemake, a restored file or results
     from elsewhere would pass as current. The records themselves hold their keys, so a stale one is forced.
     """
-    stale = progress.stale(PLAN, Path("results"))
-    workflow.dag_settings.forcerun = set(workflow.dag_settings.forcerun) | {
-        f"results/{path}" for path in stale if Path("results", path).exists()
-    }
-    if "mem_mb" not in workflow.global_resources:
-        workflow.global_resources["mem_mb"] = PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10
+    if BEGUN or not workflow.is_main_process:
+        return True
+    BEGUN.append(True)
+    results = Path("results")
+    stale = progress.stale(PLAN, results)
+    workflow.dag.forcefiles.update(f"results/{path}" for path in stale if (results / path).exists())
     first = next((row for row in PLAN.rows if row.quant == "fp16"), PLAN.rows[0])
-    workflow.scheduling_settings.prioritytargets = {
-        f"results/{PLAN.node('judge', first.wildcards()).record}"
-    }  # one whole row early: a mistake shows after minutes, not hours
-    for line in progress.begin(PLAN, stale, Path("results"), write=not workflow.dryrun):
+    # One whole row early: a mistake shows after minutes, not hours.
+    workflow.dag.priorityfiles.add(f"results/{PLAN.node('judge', first.wildcards()).record}")
+    for line in progress.begin(PLAN, stale, results, write=not workflow.dryrun):
         print(line, file=sys.stderr)
+    return True
 
 
-if workflow.is_main_process:
-    begin()
+if "mem_mb" not in workflow.global_resources:
+    workflow.global_resources["mem_mb"] = PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10
 
 
 wildcard_constraints:
