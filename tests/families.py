@@ -4,7 +4,6 @@ Weights are scaled so that what a wrong export would leave out is seen: scores o
 mask matter), norm weights and biases away from one and zero.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-
-from kvgate import record
+from kvgate import record, reference
 from kvgate.observe import Trace
 
 
@@ -155,46 +153,14 @@ def checkpoint(folder: Path, family: str, size: Size = TINY, layers: int = 2, se
     return folder / "manifest.json"
 
 
-def trace(folder: Path, tokens: np.ndarray, prompt: int | None = None) -> Trace:
-    """The reference of `tokens` [T]: one forward of the untouched model over the whole sequence, its own masks.
-
-    The cache without a config keeps every position of sliding layers. Where a model caches its KV heads repeated
-    (falcon), every g-th head is taken.
-    """
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")
-    cache = transformers.DynamicCache()
-    with torch.no_grad():
-        out = made.eval()(torch.from_numpy(tokens)[None], cache=cache, use_cache=True)
-    raw = json.loads((folder / "config.json").read_text())
-    heads = _kv_heads(raw)
-
-    def rows(x: torch.Tensor) -> np.ndarray:
-        x = x[0, :: x.shape[1] // heads]
-        return np.ascontiguousarray(x.permute(1, 0, 2).numpy())
-
-    keys = [rows(layer.keys) for layer in cache.layers]
-    values = [rows(layer.values) for layer in cache.layers]
-    ended = prompt is not None and int(tokens[-1]) == 2
-    return Trace(tokens, len(tokens) if prompt is None else prompt, ended, (2,), keys, values, out.logits[0].numpy())
+def trace(folder: Path, tokens: np.ndarray) -> Trace:
+    """The reference of a text `tokens` [T]: the untouched model over the whole sequence, its own masks and angles."""
+    return reference.trace(reference.load(folder), tokens.tolist())
 
 
 def generation(folder: Path, prompt: list[int], new: int) -> Trace:
-    """A greedy generation of `new` tokens by whole-prefix recomputation, then its trace."""
-    made = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32")
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(new):
-            tokens.append(int(made.eval()(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return trace(folder, np.array(tokens), len(prompt))
-
-
-def _kv_heads(raw: dict[str, Any]) -> int:
-    if raw["model_type"] == "falcon":
-        return int(raw["num_kv_heads"])
-    for name in ("num_key_value_heads", "num_attention_heads", "n_head"):
-        if raw.get(name):
-            return int(raw[name])
-    raise ValueError(f"{raw['model_type']}: no head count in its config")
+    """The reference of a greedy generation of `new` tokens; nothing ends it."""
+    return reference.trace(reference.load(folder), prompt, new)
 
 
 def random_tokens(count: int, size: Size = TINY, seed: int = 1) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Graphs as the libraries' own exporters write them: what a user has today, and the baseline without a cache.
 
-`hf_export`: transformers' `OnnxExporter` on its `DynamicCache`, static shapes. `recompute`: the whole prefix through the
-legacy exporter of PyTorch, cache off. No seam of ours, no recipe; names, nodes and weights are the exporter's.
+`hf_export`: transformers' `OnnxExporter` on its `DynamicCache`, static shapes. `recompute`: the whole prefix through
+the legacy exporter of PyTorch, cache off. No seam of ours, no recipe; names, nodes and weights are the exporter's.
 
 Changed, so that equal work gives equal bytes and no path of a machine is in the file: doc strings and metadata of the
 graph, its nodes and values are taken out, and the weights go into weights.bin beside the graph.
@@ -11,6 +11,8 @@ import inspect
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 import transformers
 
 from kvgate import contract as c
-from kvgate import record
+from kvgate import record, reference
 from kvgate.job import Job
 
 OPSET = 18  # the newest that both torch's new exporter writes and the compiler reads (11 to 19)
@@ -32,7 +34,7 @@ def run(job: Job) -> dict[str, Any]:
     """Export the strategy's graph. Raises record.Blocked where the exporter itself refuses the model."""
     strategy = job.config["strategy"]
     write = {"hf_export": _hf_export, "recompute": _recompute}[strategy["module"]]
-    implementation = "sdpa" if strategy["module"] == "hf_export" else "eager"  # sdpa: transformers' default
+    implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job.inputs["fetch"].parent, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
     ).eval()
@@ -69,14 +71,15 @@ def run(job: Job) -> dict[str, Any]:
 Boundary = tuple[tuple[c.Tensor, ...], tuple[c.Tensor, ...], tuple[c.Layer, ...]]
 
 
-def _hf_export(model: torch.nn.Module, capacity: int, folder: Path) -> Boundary:
+def _hf_export(model: Any, capacity: int, folder: Path) -> Boundary:
     """One token against `capacity` cached ones; the present comes back with capacity + 1."""
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     cache = transformers.DynamicCache()  # without a config: sliding layers keep every slot, as our history does
-    for i, (keys, values) in enumerate(_cached_rows(model)):
+    rows = _cached_rows(model)
+    for i, (keys, values) in enumerate(rows):
         cache.update(keys.repeat(1, 1, capacity, 1), values.repeat(1, 1, capacity, 1), i)
-    example = {
+    example: dict[str, Any] = {
         "input_ids": torch.zeros(1, 1, dtype=torch.int64),
         "position_ids": torch.full((1, 1), capacity - 1),
         "attention_mask": torch.ones(1, capacity + 1, dtype=torch.int64),
@@ -95,12 +98,16 @@ def _hf_export(model: torch.nn.Module, capacity: int, folder: Path) -> Boundary:
     graph = _save(folder / "saved" / "model.onnx", folder)
     inputs = tuple(_tensor(x) for x in graph.input)
     outputs = tuple(_tensor(x) for x in graph.output)
-    return inputs, outputs, tuple(_layers(inputs))
+    layers = []
+    for keys, values in rows:
+        heads = reference.distinct_heads(keys, model.config).shape[1]  # falcon's tensors hold each head g times
+        layers.append(c.Layer(heads, keys.shape[3], values.shape[3], rotation=None))  # angles are made in the graph
+    return inputs, outputs, tuple(layers)
 
 
 def _cached_rows(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What each layer caches for one token: keys and values [1, Hk, 1, D]."""
-    cache = transformers.DynamicCache()
+    cache: Any = transformers.DynamicCache()
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
@@ -121,7 +128,7 @@ class _Whole(torch.nn.Module):
 def _recompute(model: torch.nn.Module, capacity: int, folder: Path) -> Boundary:
     """The whole prefix [1, capacity] in, every position's logits out; the causal mask is a constant of the graph."""
     ids = torch.zeros(1, capacity, dtype=torch.int64)
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), _writable_repeats():
         warnings.simplefilter("ignore")
         try:
             torch.onnx.export(
@@ -137,6 +144,24 @@ def _recompute(model: torch.nn.Module, capacity: int, folder: Path) -> Boundary:
             raise _refused("torch's legacy exporter", error) from error
     graph = _save(folder / "legacy.onnx", folder)
     return tuple(_tensor(x) for x in graph.input), tuple(_tensor(x) for x in graph.output), ()
+
+
+@contextmanager
+def _writable_repeats() -> Iterator[None]:
+    """glm4 and cohere repeat their angles by repeat_interleave, which the legacy exporter writes with wrong shapes."""
+    original, method = torch.repeat_interleave, torch.Tensor.repeat_interleave
+
+    def repeat(x: torch.Tensor, repeats: Any, dim: int | None = None, **kwargs: Any) -> torch.Tensor:
+        if dim is None or not isinstance(repeats, int):
+            return original(x, repeats, dim=dim, **kwargs)
+        at = dim % x.ndim
+        return torch.stack([x] * repeats, dim=at + 1).flatten(at, at + 1)
+
+    torch.repeat_interleave = torch.Tensor.repeat_interleave = repeat  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.repeat_interleave, torch.Tensor.repeat_interleave = original, method  # type: ignore[method-assign]
 
 
 def _refused(who: str, error: Exception) -> record.Blocked:
@@ -187,10 +212,3 @@ def _tensor(value: onnx.ValueInfoProto) -> c.Tensor:
         text = f"the exporter's boundary: got {value.name!r}, known: {', '.join(sorted(roles))}, layers.N.keys|values"
         raise record.Blocked(text, [record.finding("exporter", text)])
     return c.Tensor(value.name, roles[value.name], shape, dtype)
-
-
-def _layers(inputs: tuple[c.Tensor, ...]) -> list[c.Layer]:
-    """Sizes of the cached layers from the inputs' shapes [1, Hk, S, D]; angles are computed in the graph."""
-    keys = {t.layer: t.shape for t in inputs if t.role == c.KEY}
-    values = {t.layer: t.shape for t in inputs if t.role == c.VALUE}
-    return [c.Layer(keys[i][1], keys[i][3], values[i][3], rotation=None) for i in range(len(keys))]

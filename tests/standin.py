@@ -1,0 +1,175 @@
+"""A decoder in plain numpy, and an engine that runs it behind any contract. Not a test itself.
+
+One attention a layer, no norm, no FFN: enough to see a wrong slot, mask, rotation or position. The engine reads its
+history only from its feeds, by plain indexing of the boundary tensors, written without the host half's code.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from kvgate import contract as c
+from kvgate.observe import Trace
+
+VOCABULARY, HIDDEN = 11, 12
+
+
+def contract(
+    strategy: str,
+    cache: c.Cache,
+    layers: tuple[c.Layer, ...] = (c.Layer(2, 4, 4, mask=0), c.Layer(2, 4, 4, mask=1)),
+    windows: tuple[int | None, ...] = (None, 3),
+) -> c.Contract:
+    """The boundary of the stand-in under a strategy."""
+    fixed = strategy.startswith("fixed_max")
+    slots = cache.capacity
+    inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, HIDDEN))]
+    inputs += [c.Tensor(f"mask.{i}", c.MASK, (1, slots + (not fixed)), index=i) for i in range(len(windows))]
+    inputs += [c.Tensor("rotation.0", c.ROTATION, (1, 4, 1, 4))]
+    if strategy == "fixed_max_blend":
+        inputs.append(c.Tensor("write", c.WRITE, (1, slots), "bool"))
+    if strategy == "fixed_max_scatter":
+        inputs.append(c.Tensor("slot", c.SLOT, (1,), "int64"))
+    returned = {"cpu_managed": 1, "dynamic_concat": slots + 1}.get(strategy, slots)
+    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, layers, returned, ".out")]
+    inputs += c.cache_tensors(cache, layers, slots)
+    return c.Contract(
+        strategy, "decode", "plain", "stand-in", VOCABULARY, HIDDEN, cache, layers, windows, tuple(inputs),
+        tuple(outputs), "",
+    )  # fmt: skip
+
+
+def tables(positions: int, size: int = 4) -> dict[str, np.ndarray]:
+    """host.npz: embedding, learned positions, one rotation of interleaved pairs."""
+    rng = np.random.default_rng(0)
+    angles = np.arange(positions)[:, None] * np.repeat([1.0, 0.3], 2)[None]
+    turn = np.zeros((size, size), np.float32)
+    for i in range(0, size, 2):
+        turn[i, i + 1], turn[i + 1, i] = -1, 1
+    return {
+        "embedding": rng.normal(size=(VOCABULARY, HIDDEN)).astype(np.float32),
+        "position": rng.normal(size=(positions, HIDDEN)).astype(np.float32),
+        "cosine.0": np.cos(angles).astype(np.float32),
+        "sine.0": np.sin(angles).astype(np.float32),
+        "turn.0": turn,
+    }
+
+
+class Model:
+    """Weights of the stand-in: per layer q, k, v, o; a head."""
+
+    def __init__(self, layers: tuple[c.Layer, ...]) -> None:
+        rng = np.random.default_rng(1)
+        self.layers = layers
+        # q is small: garbage of 1e3 in a masked slot must not beat a mask of -1e4
+        self.weights = [
+            [rng.normal(0, scale, (HIDDEN, x.kv_heads * x.key_size)) for scale in (0.2, 0.5, 0.5, 0.7)] for x in layers
+        ]
+        self.head = rng.normal(size=(HIDDEN, VOCABULARY))
+
+    def layer(self, i: int, x: np.ndarray, rotate: np.ndarray) -> list[np.ndarray]:
+        """Query, key and value [Hk, D] of one token; rotate [D(in), D(out)]."""
+        rows = [(x @ w).reshape(self.layers[i].kv_heads, -1) for w in self.weights[i][:3]]
+        return [rows[0] @ rotate, rows[1] @ rotate, rows[2]]
+
+    def attend(self, i: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """[C] of q [Hk, D] over k, v [n, Hk, D], mask [n]."""
+        scores = np.einsum("hd,nhd->hn", q, k) + mask
+        p = np.exp(scores - scores.max(1, keepdims=True))
+        mixed = np.einsum("hn,nhd->hd", p / p.sum(1, keepdims=True), v)
+        return np.tanh(mixed.reshape(-1) @ self.weights[i][3].T)
+
+    def trace(self, tokens: np.ndarray, prompt: int, host: dict[str, np.ndarray], windows: tuple) -> Trace:
+        """The reference: the whole sequence, position by position, each seeing exactly what it may."""
+        keys = [np.zeros((len(tokens), x.kv_heads, x.key_size), np.float32) for x in self.layers]
+        values = [np.zeros_like(k) for k in keys]
+        logits = np.zeros((len(tokens), VOCABULARY), np.float32)
+        for t, token in enumerate(tokens):
+            x = (host["embedding"][token] + host["position"][t]).astype(np.float64)
+            rotate = (np.diag(host["cosine.0"][t]) + np.diag(host["sine.0"][t]) @ host["turn.0"]).T
+            for i, spec in enumerate(self.layers):
+                q, keys[i][t], values[i][t] = self.layer(i, x, rotate)
+                window = windows[spec.mask]
+                first = 0 if window is None else max(0, t - window + 1)
+                x = x + self.attend(i, q, keys[i][first : t + 1], values[i][first : t + 1], np.zeros(t + 1 - first))
+            logits[t] = x @ self.head
+        return Trace(tokens, prompt, False, (), keys, values, logits)
+
+    def generate(self, prompt: list[int], count: int, host: dict[str, np.ndarray], windows: tuple) -> Trace:
+        """A greedy generation of `count` tokens by whole-prefix recomputation."""
+        tokens = list(prompt)
+        for _ in range(count):
+            found = self.trace(np.array(tokens), len(prompt), host, windows)
+            tokens.append(int(found.logits[-1].argmax()))  # type: ignore[index]
+        return self.trace(np.array(tokens), len(prompt), host, windows)
+
+
+def index(contract: c.Contract, layer: int, role: str, head: int, channel: int, slot: int) -> tuple[str, tuple]:
+    """Name (without suffix) and index of one cache element, spelled out from the contract's definition."""
+    cache, spec = contract.cache, contract.layers[layer]
+    name = {"apart": f"{role}.{layer}", "layer": f"pair.{layer}", "model": f"{role}s"}[cache.packing]
+    if cache.packing == "model":
+        head += layer * spec.kv_heads
+    if cache.packing == "layer" and role == c.VALUE:
+        channel += spec.key_size
+    if cache.layout == "channels":
+        return name, (head, channel, 0, slot) if cache.rank == 4 else (head, channel, slot)
+    return name, (0, head, slot, channel) if cache.rank == 4 else (head, slot, channel)
+
+
+class Engine:
+    """Runs the stand-in behind a contract. `break_`: one of the wrong ways, to see them noticed."""
+
+    def __init__(self, contract: c.Contract, break_: str = "") -> None:
+        self.contract, self.break_, self.model = contract, break_, Model(contract.layers)
+
+    def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        contract, slots = self.contract, self.contract.cache.capacity
+        assert list(feeds) == [t.name for t in contract.inputs]
+        x = feeds["embedding"].reshape(-1).astype(np.float64)
+        rotate = feeds["rotation.0"].reshape(4, 4).astype(np.float64)
+        out = {t.name: np.zeros(t.shape, np.float32) for t in contract.outputs}
+        fixed = contract.strategy.startswith("fixed_max")
+        for i, spec in enumerate(contract.layers):
+            history = [self._read(feeds, i, role, slots) for role in (c.KEY, c.VALUE)]
+            q, *own = self.layer(i, x, rotate)
+            if fixed:
+                slot = int(feeds["slot"][0]) if "slot" in feeds else int(feeds["write"].reshape(-1).argmax())
+                for h, row in zip(history, own, strict=True):
+                    h[slot] = row
+                seen, back = history, history
+            else:
+                seen = [np.concatenate([h, row[None]]) for h, row in zip(history, own, strict=True)]
+                back = seen if contract.strategy == "dynamic_concat" else [row[None] for row in own]
+            for role, rows in zip((c.KEY, c.VALUE), back, strict=True):
+                self._write(out, i, role, rows)
+            x = x + self.model.attend(i, q, seen[0], seen[1], feeds[f"mask.{spec.mask}"].reshape(-1))
+        out["logits"][...] = x @ self.model.head
+        if self.break_ == "disturb":
+            name, at = index(contract, 0, c.KEY, 0, 0, 0)
+            out[name + ".out"][at] += 1
+        return out
+
+    def layer(self, i: int, x: np.ndarray, rotate: np.ndarray) -> list[np.ndarray]:
+        return self.model.layer(i, x, rotate)
+
+    def _read(self, feeds: Mapping[str, np.ndarray], layer: int, role: str, slots: int) -> np.ndarray:
+        spec = self.contract.layers[layer]
+        rows = np.zeros((slots, spec.kv_heads, spec.key_size))
+        for s, h, d in np.ndindex(rows.shape):
+            name, at = index(self.contract, layer, role, h, d, s)
+            rows[s, h, d] = feeds[name][at]
+        return rows
+
+    def _write(self, out: dict[str, np.ndarray], layer: int, role: str, rows: np.ndarray) -> None:
+        for s, h, d in np.ndindex(rows.shape):
+            name, at = index(self.contract, layer, role, h, d, s)
+            out[name + ".out"][at] = rows[s, h, d]
+
+
+class Counter(Engine):
+    """Integers through the cache: key of position p is p + 1000 layer + 100 head + 10 channel; value = that + 0.5."""
+
+    def layer(self, i: int, x: np.ndarray, rotate: np.ndarray) -> list[np.ndarray]:
+        shape = (self.contract.layers[i].kv_heads, self.contract.layers[i].key_size)
+        key = x[0] + 1000 * i + 100 * np.arange(shape[0])[:, None] + 10 * np.arange(shape[1])[None]
+        return [np.zeros(shape), key, key + 0.5]
