@@ -1,0 +1,159 @@
+"""Every mistake in the config is one line, while planning: where, what was got, what is allowed."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from kvgate import sweep
+
+BASE = Path(__file__).parents[1]
+TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
+
+W8A16 = {"mask": -1, "config": {"quantized_dtype": "w8a16"}}
+
+
+def rows(edit=lambda config: None) -> list[sweep.Row]:
+    override = copy.deepcopy(TINY)
+    edit(override)
+    return sweep.rows(sweep.load(BASE, override), BASE)
+
+
+def block(**change):
+    return lambda config: config["sweep"]["blocks"][0].update(change)
+
+
+def test_default_sweep_has_thirteen_rows():
+    found = sweep.rows(sweep.load(BASE, {}), BASE)
+    assert len(found) == 13
+    assert {row.quant for row in found if row.strategy == "hf_export"} == {"fp16"}
+
+
+def test_a_block_is_a_cross_product_in_the_order_of_its_lists():
+    names = [(row.strategy, row.quant) for row in rows()]
+    expected = [("tiny_cpu_managed", "fp16"), ("tiny_cpu_managed", "w8a8"), ("tiny_blend", "fp16")]
+    assert names == [*expected, ("tiny_blend", "w8a8")]
+
+
+def test_exclude_takes_tuples_away():
+    found = rows(block(exclude=[{"strategy": "tiny_blend", "quant": ["w8a8", "w4a16"]}]))
+    assert [(row.strategy, row.quant) for row in found][-1] == ("tiny_blend", "fp16")
+    assert len(found) == 3
+
+
+def test_host_rows_run_in_onnx_runtime():
+    found = rows(block(platforms=["host"], quants=["fp32"], strategies=["tiny_blend"]))
+    assert [row.backend for row in found] == ["onnxruntime"]
+
+
+def set_at(path: str, value):
+    def edit(config):
+        *parts, last = path.split("/")
+        for part in parts:
+            config = config[int(part) if part.isdigit() else part]
+        config[last] = value
+
+    return edit
+
+
+BAD = {
+    "unknown strategy": (block(strategies=["nope"]), "sweep.blocks[0].strategies[0]: got 'nope', known: cpu_managed,"),
+    "unknown quant": (block(quants=["w9"]), "sweep.blocks[0].quants[0]: got 'w9', known: fp16, fp32,"),
+    "unknown platform": (block(platforms=["rk1"]), "sweep.blocks[0].platforms[0]: got 'rk1', known: host, rk2118,"),
+    "unknown model": (block(models=["gpt9"]), "sweep.blocks[0].models[0]: got 'gpt9', known: smollm2-135m, tiny"),
+    "unknown module": (
+        set_at("strategies/tiny_blend/module", "nope"),
+        "strategies.tiny_blend.module: got 'nope', ",
+    ),
+    "unknown source": (
+        set_at("models/tiny/source/kind", "ftp"),
+        "models.tiny.source.kind: got 'ftp', known",
+    ),
+    "unknown program": (set_at("sweep/programs", ["nope"]), "sweep.programs[0]: got 'nope', known: "),
+    "unknown key": (set_at("sweep/blocs", []), "sweep: got the unknown key blocs, known: blocks, isolated, name"),
+    "quant that the chip has not": (
+        lambda c: (
+            block(quants=["q"])(c),
+            c.update(quants={"q": {"mask": -1, "config": {"quantized_dtype": "w8a16"}}}),
+        ),
+        "sweep.blocks[0]: quant q is w8a16, which rk3576 has not; supported: fp16, w8a8, w4a16, w16a16i_dfp",
+    ),
+    "w4a16 on rk3588": (
+        block(quants=["w4a16"], platforms=["rk3588"]),
+        "sweep.blocks[0]: quant w4a16 is w4a16, which rk3588 has not; supported: fp16, w8a8, w16a16i_dfp",
+    ),
+    "context 0": (
+        set_at("strategies/tiny_blend/capacity", 0),
+        "strategies.tiny_blend.capacity: got 0, allowed:",
+    ),
+    "context above the model's": (
+        set_at("strategies/tiny_blend/capacity", 65),
+        "sweep.blocks[0]: strategy tiny_blend has capacity 65, model tiny takes at most 64 tokens",
+    ),
+    "capacity that no text fills": (
+        set_at("strategies/tiny_blend/capacity", 33),
+        "sweep.blocks[0]: strategy tiny_blend has capacity 33, which no program of the sweep fills: got at most 32",
+    ),
+    "one tuple twice": (
+        lambda c: c["sweep"]["blocks"].append(c["sweep"]["blocks"][0] | {"quants": ["w8a8"]}),
+        "sweep.blocks[1]: defines tiny/plain/tiny_cpu_managed/rk3576/w8a8 again, which sweep.blocks[0] has",
+    ),
+    "nothing left": (block(exclude=[{"model": "tiny"}]), "sweep.blocks: got no tuple at all"),
+    "missing text": (set_at("programs/tiny_chat/text", "nope.txt"), "programs.tiny_chat.text: nope.txt cannot be read"),
+    "short calibration text": (
+        set_at("programs/tiny_calibration_a/text", "tests/texts/hi.txt"),
+        "programs.tiny_calibration_a.text: got 3 bytes, too short for 32 tokens",
+    ),
+    "too many samples": (
+        set_at("calibration/samples", 65),
+        "calibration.samples: got 65, allowed: at most 64",
+    ),
+    "no calibration text": (
+        set_at("calibration/texts", []),
+        "sweep.blocks[0]: quant w8a8 calibrates, calibration",
+    ),
+    "infinite mask": (
+        lambda c: c.update(quants={"fp16": {"mask": -1e9}}),
+        "quants.fp16.mask: got -1000000000.0, allowed: at least -65504",
+    ),
+    "fp16 on the host": (block(platforms=["host"]), "sweep.blocks[0]: got quant fp16 on platform host, allowed: fp32"),
+    "recompute on a chip": (
+        lambda c: (c["strategies"].update(r={"module": "recompute", "capacity": 32}), block(strategies=["r"])(c)),
+        "sweep.blocks[0]: strategy r recomputes, allowed: platform host only",
+    ),
+    "not a list": (set_at("sweep/programs", "tiny_chat"), 'sweep.programs: got "tiny_chat", allowed: array'),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name):
+    edit, expected = BAD[name]
+    with pytest.raises(sweep.ConfigError) as error:
+        rows(edit)
+    assert str(error.value).startswith(expected)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_prompt_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(sweep.ConfigError, match=r"empty\.txt is empty"):
+        rows(set_at("programs/tiny_chat/text", str(tmp_path / "empty.txt")))
+
+
+def test_broken_yaml_is_one_line(tmp_path):
+    (tmp_path / "a.yaml").write_text("sweep: [\n")
+    with pytest.raises(sweep.ConfigError, match=r"a\.yaml: is no YAML: ") as error:
+        sweep.override([tmp_path / "a.yaml"], "")
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_line_goes_over_files(tmp_path):
+    (tmp_path / "a.yaml").write_text(json.dumps({"sweep": {"name": "a", "isolated": 3}}))
+    merged = sweep.override([tmp_path / "a.yaml"], '{"sweep": {"isolated": 5}}')
+    assert merged == {"sweep": {"name": "a", "isolated": 5}}
+
+
+def test_an_architecture_without_a_cache_is_refused_while_planning():
+    with pytest.raises(sweep.ConfigError, match=r"sweep\.blocks\[0\]: model tiny: "):
+        rows(set_at("models/tiny/source/config", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
