@@ -1,0 +1,131 @@
+"""Calibration samples: real decode states, each a (text, position) that the host half turns into feeds."""
+
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvgate import record
+from kvgate.contract import Contract, canonical
+from kvgate.observe import Trace, spread
+from kvgate.strategies.host import Array, Host
+
+LIST = "dataset.txt"
+
+
+@dataclass(frozen=True)
+class Sample:
+    text: str
+    position: int
+
+
+def tokens(traces: Mapping[str, Path]) -> dict[str, Array]:
+    """The token ids [T] of each text's trace.npz."""
+    found = {}
+    for text, path in traces.items():
+        with np.load(path) as file:
+            found[text] = file["tokens"]
+    return found
+
+
+def choose(texts: Mapping[str, Array], capacity: int, count: int) -> list[Sample]:
+    """`count` samples: positions evenly spread over 0..capacity-1, first and last among them, texts equally often.
+
+    texts: token ids [T] by text. Two texts that begin alike are one sample as far as they do. Raises Blocked where
+    there are no texts, one is shorter than the capacity, or there are fewer different positions than samples.
+    """
+    if not texts:
+        raise record.Blocked("calibration: got no texts, allowed: at least one")
+    for text, ids in texts.items():
+        if len(ids) < capacity:
+            raise record.Blocked(f"calibration text {text}: got {len(ids)} tokens, allowed: at least {capacity}")
+    different: list[dict[bytes, str]] = [{} for _ in range(capacity)]  # per position: text by prefix
+    for text, ids in texts.items():
+        for position in range(capacity):
+            different[position].setdefault(ids[: position + 1].tobytes(), text)
+    slots = [position for position, found in enumerate(different) for _ in found]
+    if not 1 <= count <= len(slots):
+        raise record.Blocked(f"calibration: got {count} samples, allowed: 1 to {len(slots)} different (text, position)")
+    used: Counter[str] = Counter()
+    samples: list[Sample] = []
+    for position in (slots[at] for at in spread(count, len(slots))):
+        taken = {s.text for s in samples[-len(texts) :] if s.position == position}
+        text = min((t for t in different[position].values() if t not in taken), key=lambda t: used[t])
+        used[text] += 1
+        samples.append(Sample(text, position))
+    return samples
+
+
+def digest(samples: Sequence[Sample], traces: Mapping[str, str]) -> str:
+    """What the samples are: sha256 over their traces' sha256 (by text) and positions."""
+    return hashlib.sha256(canonical([[traces[s.text], s.position] for s in samples]).encode()).hexdigest()
+
+
+def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Path], samples: Sequence[Sample]) -> Path:
+    """Write one .npy an input and sample (contract order, the graph's shapes and dtypes) and the list of them.
+
+    traces: each text's trace.npz. Holds one sample in memory at a time. Paths in the list are relative to it, as the
+    toolkit cannot read a path with a space. Raises Blocked on a full disk, identical samples, NaN, infinity, and a
+    shape or dtype that is not the contract's.
+    """
+    size = sum(int(np.prod(t.shape)) * np.dtype(t.dtype).itemsize for t in contract.inputs)
+    need, free = len(samples) * size, shutil.disk_usage(folder).free
+    if need > free:
+        raise record.Blocked(
+            f"calibration: got {free >> 20} MiB of free disk, {len(samples)} samples need {need >> 20}"
+        )
+    seen: dict[str, Sample] = {}
+    for text in dict.fromkeys(s.text for s in samples):
+        trace = Trace.load(str(traces[text]))
+        for n, sample in enumerate(samples):
+            if sample.text == text:
+                feeds = _feeds(contract, host, trace, sample)
+                same = seen.setdefault(_fingerprint(feeds), sample)
+                if same is not sample:
+                    raise record.Blocked(f"calibration: {_name(sample)} is identical to {_name(same)}")
+                _save(folder, n, feeds)
+    lines = (" ".join(_file(n, i) for i in range(len(contract.inputs))) for n in range(len(samples)))
+    path = folder / LIST
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _feeds(contract: Contract, host: Host, trace: Trace, sample: Sample) -> dict[str, Array]:
+    """As in an isolated run: the cache filled from the trace, then the next step's inputs."""
+    host.fill(trace.tokens.tolist(), trace.keys, trace.values, sample.position)
+    feeds = host.feeds(int(trace.tokens[sample.position]))
+    for t in contract.inputs:
+        array = feeds[t.name]
+        if array.shape != t.shape or array.dtype != t.dtype:
+            got = f"got {array.dtype} {list(array.shape)}, allowed: {t.dtype} {list(t.shape)}"
+            raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: got NaN or infinity")
+    return feeds
+
+
+def _fingerprint(feeds: Mapping[str, Array]) -> str:
+    total = hashlib.sha256()
+    for array in feeds.values():
+        total.update(np.ascontiguousarray(array).data)
+    return total.hexdigest()
+
+
+def _save(folder: Path, sample: int, feeds: Mapping[str, Array]) -> None:
+    for i, array in enumerate(feeds.values()):
+        try:
+            np.save(folder / _file(sample, i), array)
+        except OSError as error:
+            raise record.Blocked(f"calibration: sample {sample} could not be written: {error.strerror}") from None
+
+
+def _file(sample: int, index: int) -> str:
+    return f"{sample}.{index}.npy"
+
+
+def _name(sample: Sample) -> str:
+    return f"sample ({sample.text}, {sample.position})"

@@ -1,0 +1,228 @@
+"""The toolkit in a process of its own: compile one graph, then simulate its programs (only the builder can).
+
+Run as `python -m kvgate.compiler.child request.json` by kvgate.compiler.toolkit, which sets the environment. It
+prints the toolkit's log to stdout and stderr, and one line of progress a step to the descriptor in the request.
+The request and the result are JSON; see `Request` and `main`.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.perturb=255"
+PHASES = ("import", "config", "load", "build", "export", "init", "simulate")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Paths are absolute; the current folder is for files that the toolkit drops. JSON both ways by asdict."""
+
+    graph: str
+    contract: str
+    tables: str  # host.npz
+    artifact: str  # the .rknn to write
+    result: str  # the result's JSON
+    observations: str  # folder of {program}.npz
+    platform: str
+    dtype: str  # of the quant, as in platforms.SUPPORTED
+    config: Mapping[str, Any]  # keyword arguments of RKNN.config
+    build: Mapping[str, Any]  # keyword arguments of RKNN.build
+    dataset: str | None  # calibration list; its paths are relative to itself
+    custom: str  # the artifact's custom string
+    mask: float  # additive mask value
+    programs: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # {name: {"trace": path, "histories": [..]}}
+    isolated: int = 16
+    hybrid: Mapping[str, str] = field(default_factory=dict)  # tensor name pattern: dtype
+    parent: int = 0  # process id; the child dies with it. 0: does not
+    progress: int = 2  # file descriptor
+    memory: int = 0  # bytes of private memory the process may have; 0: no limit
+
+
+class Failure(Exception):
+    """An expected failure: the toolkit refused, or its simulator did. One line."""
+
+
+class Run:
+    """Phases of a run: their seconds (wall), and where it is now."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.phase, self.seconds = descriptor, "import", {}  # type: int, str, dict[str, float]
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        self.phase = phase
+        self.say(phase)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = round(time.monotonic() - started, 3)
+
+    def say(self, text: str) -> None:
+        os.write(self.descriptor, f"{text}\n".encode())
+
+
+def main(path: str) -> int:
+    """Writes {"ok", "phase", "reason", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote a result."""
+    request = Request(**json.loads(Path(path).read_text()))
+    _die_with(request.parent)
+    if request.memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (request.memory, request.memory))
+    run, reason, facts = Run(request.progress), "", {}  # type: Run, str, dict[str, Any]
+    try:
+        _prove_malloc()
+        facts = _work(request, run)
+    except Failure as error:
+        reason = str(error)
+    except MemoryError:
+        reason = "MemoryError"
+    result = {
+        "ok": not reason,
+        "phase": run.phase,
+        "reason": reason,
+        "seconds": run.seconds,
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "facts": facts,
+    }
+    sys.stdout.flush()
+    part = Path(request.result + ".part")
+    part.write_text(json.dumps(result))
+    part.replace(request.result)
+    # No interpreter shutdown: freeing gigabytes with perturbed memory takes seconds.
+    os._exit(0)
+
+
+def _work(request: Request, run: Run) -> dict[str, Any]:
+    from kvgate.contract import Contract
+
+    with run.of("import"):
+        from rknn.api import RKNN
+    contract = Contract.from_json(Path(request.contract).read_text())
+    toolkit = _compile(request, run, RKNN)
+    from kvgate.compiler import artifact, gates
+
+    built = artifact.read(Path(request.artifact))
+    facts: dict[str, Any] = {"gates": gates.artifact(built, contract, request.dtype)}
+    if facts["gates"]:
+        return facts  # its indexes are not the contract's: nothing may be fed
+    if request.programs:
+        _simulate(request, run, toolkit, contract)
+    return facts
+
+
+def _compile(request: Request, run: Run, rknn: Any) -> Any:
+    """The toolkit's object after export, ready for init_runtime."""
+    quantize = {"do_quantization": request.dataset is not None, "dataset": request.dataset}
+
+    def opened() -> Any:
+        toolkit = rknn(verbose=True)
+        arguments = {"target_platform": request.platform, "custom_string": request.custom, **request.config}
+        _call("config", lambda: toolkit.config(**arguments))
+        return toolkit
+
+    with run.of("config"):
+        toolkit = opened()
+    with run.of("load"):
+        _call("load_onnx", lambda: toolkit.load_onnx(model=request.graph))
+    with run.of("build"):
+        if request.hybrid:
+            from kvgate.compiler import hybrid
+
+            toolkit = hybrid.build(request, toolkit, opened, _call)
+        else:
+            _call("build", lambda: toolkit.build(**quantize, **request.build))
+    with run.of("export"):
+        _call("export_rknn", lambda: toolkit.export_rknn(request.artifact))
+    return toolkit
+
+
+def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
+    import importlib
+
+    import numpy as np
+
+    from kvgate.engines.simulator import Engine
+    from kvgate.observe import Trace, observe
+
+    with run.of("init"):
+        _call("init_runtime", toolkit.init_runtime)
+    with run.of("simulate"), np.load(request.tables) as tables:
+        half = importlib.import_module(f"kvgate.strategies.{contract.strategy}.host")
+        host = half.Host(contract, dict(tables), request.mask)
+        engine = Engine(toolkit, contract)
+        for name, program in request.programs.items():
+            trace = Trace.load(program["trace"])
+
+            def step(text: str, name: str = name) -> None:
+                run.say(f"simulate {name} {text}")
+
+            work = partial(observe, engine, host, trace, program["histories"], request.isolated, step)
+            found = _try(f"simulate {name}", work)
+            path = Path(request.observations) / f"{name}.npz"
+            with path.with_suffix(".part").open("wb") as file:
+                np.savez(file, **found)
+            path.with_suffix(".part").replace(path)
+
+
+def _call(what: str, function: Callable[[], Any]) -> None:
+    """A toolkit call that must return 0 (or None, which `config` does)."""
+    code = _try(what, function)
+    if code not in (0, None):
+        raise Failure(f"{what}: returned {code}")
+
+
+def _try(what: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        # The toolkit raises ValueError with a whole traceback as its text: the last line is the true error.
+        lines = [x.strip() for x in str(error).splitlines() if x.strip()]
+        import traceback
+
+        traceback.print_exc()
+        text = lines[-1] if lines else ""
+        name = type(error).__name__
+        raise Failure(f"{what}: {text if text and name == 'ValueError' else f'{name}: {text}'}") from None
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, however it dies. Linux only."""
+    if parent:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _prove_malloc() -> None:
+    """Fresh memory must read as zero, else the compiler writes leftovers of this process into the artifact.
+
+    Raises Failure where the tunables did not take (a wrong name is ignored silently by glibc).
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    for size in (24, 100, 900, 5000, 200_000):
+        block = libc.malloc(size)
+        ctypes.memset(block, 0xAA, size)
+        libc.free(block)
+        block = libc.malloc(size)
+        dirty = any(ctypes.string_at(block, size))
+        libc.free(block)
+        if dirty:
+            raise Failure(f"malloc: got leftovers in a fresh block of {size} bytes, allowed: GLIBC_TUNABLES={TUNABLES}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

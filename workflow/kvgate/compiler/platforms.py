@@ -1,0 +1,46 @@
+"""What the toolkit builds for which chip: read while planning, so standard library only.
+
+Measured with rknn-toolkit2 2.5.0: each pair was built. tests/compiler/test_platforms.py holds the table to the toolkit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+TOOLKIT = "rknn-toolkit2"
+MEASURED = "2.5.0"  # the version of this table and of artifact.STACK_WORDS
+
+# `fp16` is the build without quantization; the others are values of the toolkit's `quantized_dtype`.
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
+    "rk2118": ("fp16",),
+    "rk3562": ("fp16", "w8a8", "w8a16", "w16a16i_dfp"),
+    "rk3566": ("fp16", "w8a8", "w16a16i_dfp"),
+    "rk3568": ("fp16", "w8a8", "w16a16i_dfp"),
+    "rk3576": ("fp16", "w8a8", "w4a16", "w16a16i_dfp"),
+    "rk3588": ("fp16", "w8a8", "w16a16i_dfp"),
+    "rv1103": ("w8a8", "w16a16i_dfp"),
+    "rv1103b": ("w8a8",),
+    "rv1106": ("w8a8", "w16a16i_dfp"),
+    "rv1106b": ("w8a8",),
+    "rv1126b": ("fp16", "w8a8", "w4a16", "w16a16i_dfp"),
+}
+
+# What a float32 input or output of the graph may be at the artifact's boundary.
+BOUNDARY: Mapping[str, tuple[str, ...]] = {
+    "fp16": ("float16",),
+    "w8a8": ("int8", "float16"),
+    "w8a16": ("float16",),
+    "w4a16": ("float16",),
+    "w16a16i_dfp": ("int16", "float16"),
+}
+
+
+def supported(platform: str) -> tuple[str, ...]:
+    """The dtypes that build for a platform. Raises ValueError on an unknown platform."""
+    if platform not in SUPPORTED:
+        raise ValueError(f"platform: got {platform!r}, known: {', '.join(SUPPORTED)}")
+    return SUPPORTED[platform]
+
+
+def dtype(quant: Mapping[str, Any]) -> str:
+    """The dtype of a quant's config entry: `fp16` where nothing is quantized."""
+    return str(quant.get("config", {}).get("quantized_dtype", "fp16"))

@@ -1,0 +1,181 @@
+"""Start the toolkit's child process, watch it, and say how it ended. Standard library only."""
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvgate.compiler import child, log, platforms
+from kvgate.record import finding
+
+CHILD = (sys.executable, "-m", "kvgate.compiler.child")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child ended. reason is empty where all went well; seconds by phase (wall); peak in bytes."""
+
+    reason: str
+    kind: str = ""  # `refused`, `gate`, `crash`, `memory`, `hang`
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak: int = 0
+
+
+def version() -> str:
+    """The installed toolkit's. Raises importlib.metadata.PackageNotFoundError where there is none."""
+    return metadata.version(platforms.TOOLKIT)
+
+
+def compile(
+    request: child.Request,
+    folder: Path,
+    log_file: Path,
+    timeout: float,
+    progress: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    command: tuple[str, ...] = CHILD,
+) -> Outcome:
+    """Run a request in a child process with `folder` as its current one, everything that it prints in `log_file`.
+
+    timeout: seconds for the whole child. progress gets one line a phase, and one every few seconds while simulating.
+    """
+    reader, writer = os.pipe()
+    asked = replace(request, parent=os.getpid(), progress=writer)
+    path = folder / "request.json"
+    path.write_text(json.dumps(asdict(asked)))
+    started = time.monotonic()
+    with log_file.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, str(path)],
+            cwd=folder,
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            pass_fds=(writer,),
+            start_new_session=True,  # so that all that it starts can be killed with it
+        )
+        os.close(writer)
+        try:
+            last = _relay(reader, process, started, timeout, progress)
+        finally:
+            os.close(reader)
+            hung = process.poll() is None
+            _kill(process)
+    text = log_file.read_text(errors="replace")
+    outcome = _outcome(Path(request.result), process.returncode, last if hung else "", timeout, text)
+    return replace(outcome, findings=outcome.findings + log.findings(text))
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The child's whole environment: what is not in it cannot change the artifact's bytes."""
+    package = Path(__file__).parents[2]
+    fixed = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LC_ALL": "C.UTF-8",
+        "PYTHONPATH": str(package),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "GLIBC_TUNABLES": child.TUNABLES,
+    }
+    # OpenBLAS picks its kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be the CPU's.
+    return fixed | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
+
+
+def portable() -> bool:
+    """Whether this CPU can run the kernels that the bytes of quantized artifacts are made with (AVX2)."""
+    try:
+        return " avx2 " in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _relay(
+    reader: int, process: subprocess.Popen, started: float, timeout: float, progress: Callable[[str], None]
+) -> str:
+    """Pass the child's progress on until it ends or its time is over. Returns its last line."""
+    waiting, last, said, phase = b"", "start", 0.0, ""
+    while True:
+        left = started + timeout - time.monotonic()
+        if left <= 0:
+            return last
+        if not select.select([reader], [], [], min(left, 1.0))[0]:
+            if process.poll() is not None:
+                return last
+            continue
+        data = os.read(reader, 65536)
+        if not data:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(left, 0.0))
+            return last
+        *lines, waiting = (waiting + data).split(b"\n")
+        for line in lines:
+            last = line.decode(errors="replace")
+            now = time.monotonic()
+            if last.split()[0] != phase or now - said > 5:
+                phase, said = last.split()[0], now
+                progress(f"{now - started:6.1f} s  {last}")
+
+
+def _kill(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Outcome:
+    result = json.loads(path.read_text()) if path.is_file() else {}
+    error = log.last_error(text)
+    if hung:
+        reason, kind = f"no end after {timeout:.0f} s, in phase {hung!r}", "hang"
+    elif not result:
+        reason, kind = _ended(code, text, error)
+    elif result["reason"]:
+        reason, kind = result["reason"], "memory" if _memory(result["reason"]) else "refused"
+        # A return code says nothing, and the simulator returns None: the log's last error line has the cause.
+        if error and ("returned -" in reason or "no outputs" in reason):
+            reason += f": {error}"
+    else:
+        gates = result["facts"].get("gates", [])
+        reason, kind = (gates[0]["text"], "gate") if gates else ("", "")
+        return Outcome(reason, kind, gates, result["seconds"], result["peak"])
+    found = [finding(kind, reason)]
+    return Outcome(reason, kind, found, result.get("seconds", {}), result.get("peak", 0))
+
+
+def _ended(code: int, text: str, error: str) -> tuple[str, str]:
+    """Reason and kind of a child that left no result."""
+    last = f"; its last error: {error}" if error else ""
+    if code == -signal.SIGKILL:
+        return f"the toolkit's process was killed by signal 9, as the kernel does when memory runs out{last}", "memory"
+    if _memory(text):
+        return f"the toolkit's process ran out of memory{last}", "memory"
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"the toolkit's process crashed with signal {-code} ({name}){last}", "crash"
+    return f"the toolkit's process ended with code {code} and no result{last}", "crash"
+
+
+def _memory(text: str) -> bool:
+    return any(word in text for word in ("MemoryError", "bad_alloc", "Cannot allocate memory"))
+
+
+def scratch(folder: Path) -> Path:
+    """A fresh folder for a child below `folder`; what a killed run left there is removed first."""
+    path = folder / ".work"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path

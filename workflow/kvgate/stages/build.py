@@ -1,0 +1,213 @@
+"""build: compile a graph for a platform and run the programs in the simulator, both in one child process.
+
+Reads the graph's folder (export), the programs' and the calibration texts' traces, and the check's record only to know
+that the graph is the model. Writes model.rknn, contract.json (the artifact's), table.txt (the compiler's layers),
+observations/{program}.npz, and beside them toolkit.log and phases.json, which differ between equal builds.
+"""
+
+import importlib
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvgate import calibration, record, store
+from kvgate.compiler import artifact, child, gates, log, platforms, risks, toolkit
+from kvgate.contract import Contract, canonical, sha256_text
+from kvgate.digest import code_digest
+from kvgate.job import Job
+
+_MODEL, _LOG = "model.rknn", "toolkit.log"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a build reads, opened."""
+
+    folder: Path  # of the graph
+    contract: Contract
+    quant: dict[str, Any]
+    platform: str
+    samples: list[calibration.Sample]
+    calibration: str  # digest of the samples, empty where there are none
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or a gate does not hold."""
+    source = _source(job)
+    model = _graph(source)
+    key = store.key(_identity(job, source))
+    if not store.get(job.results, key, job.folder):
+        work = toolkit.scratch(job.folder)
+        try:
+            _compile(job, source, model, work)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        store.put(job.results, key, job.folder, [*_files(job), _LOG])
+    return _body(job, source, model)
+
+
+def _source(job: Job) -> _Source:
+    folder = job.inputs["export"].parent
+    contract = Contract.from_json((folder / "contract.json").read_text())
+    quant, platform = job.config["quant"], job.wildcards["platform"]
+    if platforms.dtype(quant) not in platforms.supported(platform):
+        raise record.Blocked(
+            f"{platform}: got {platforms.dtype(quant)}, supported: {', '.join(platforms.supported(platform))}"
+        )
+    samples, digest = [], ""
+    if quant["calibrate"]:
+        texts = calibration.tokens(_traces(job, "calibration"))
+        samples = calibration.choose(texts, contract.cache.capacity, job.config["calibration"]["samples"])
+        digest = calibration.digest(samples, _sha256(job, "calibration"))
+    return _Source(folder, contract, quant, platform, samples, digest)
+
+
+def _traces(job: Job, stage: str) -> dict[str, Path]:
+    """The trace.npz of every program (`trace`) or calibration text (`calibration`)."""
+    return {x.partition(".")[2]: job.inputs[x].with_name("trace.npz") for x in job.labels(stage)}
+
+
+def _sha256(job: Job, stage: str) -> dict[str, str]:
+    return {x.partition(".")[2]: job.read(x)["files"]["trace.npz"] for x in job.labels(stage)}
+
+
+def _identity(job: Job, source: _Source) -> dict[str, Any]:
+    """All that can change what a build gives. Names and paths cannot."""
+    half = f"kvgate.strategies.{source.contract.strategy}.host"
+    return {
+        "graph": job.read("export")["files"],
+        "contract": source.contract.digest,
+        "calibration": source.calibration,
+        "quant": source.quant,
+        "platform": source.platform,
+        "toolkit": toolkit.version(),
+        "programs": {
+            name: [digest, sorted(job.config["programs"][name]["histories"])]
+            for name, digest in _sha256(job, "trace").items()
+        },
+        "isolated": job.config["isolated"],
+        "portable": toolkit.portable(),
+        "code": code_digest(["kvgate.compiler.child", "kvgate.calibration", half]),
+    }
+
+
+def _graph(source: _Source) -> Any:
+    """The ONNX model without its weights, if it may be compiled."""
+    import onnx
+
+    model = onnx.load(str(source.folder / "model.onnx"), load_external_data=False)
+    _hold(gates.graph(model, source.folder, source.contract))
+    return model
+
+
+def _hold(found: list[dict[str, Any]], more: list[dict[str, Any]] | None = None) -> None:
+    if found:
+        raise record.Blocked(found[0]["text"], [*found, *(more or [])])
+
+
+def _artifact(source: _Source) -> dict[str, Any]:
+    """What makes the artifact, known before it is built: its digest is the artifact's custom string."""
+    return {
+        "graph": source.contract.digest,
+        "mask_value": source.quant["mask"],
+        "calibration": source.calibration,
+        "platform": source.platform,
+        "quant": source.quant,
+        "toolkit": toolkit.version(),
+    }
+
+
+def _custom(source: _Source) -> str:
+    return canonical({"kvgate": sha256_text(canonical(_artifact(source)))})
+
+
+def _compile(job: Job, source: _Source, model: Any, work: Path) -> None:
+    """Leave all files of the job in its folder."""
+    request = _request(job, source, work)
+    outcome = toolkit.compile(request, work, job.folder / _LOG, job.config["timeout"])
+    record.write(job.folder / "phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
+    if outcome.reason:
+        names = gates.long_names(model)
+        long = f"; a name of {len(names[0])} characters, allowed: {gates.NAME_LIMIT}: {names[0]}" if names else ""
+        raise record.Blocked(outcome.reason + long, outcome.findings)
+    _hold([x for x in outcome.findings if x["kind"] == "random_weights"], outcome.findings)
+    built = artifact.read(Path(request.artifact))
+    if built.custom != request.custom:
+        raise record.Blocked(f"artifact's custom string: got {built.custom!r}, allowed: {request.custom!r}")
+    table = log.table((job.folder / _LOG).read_text(errors="replace"))
+    contract = {"identity": _artifact(source), "custom_string": request.custom, "boundary": _boundary(built)}
+    observations = job.folder / "observations"
+    shutil.rmtree(observations, ignore_errors=True)
+    Path(request.observations).rename(observations)
+    Path(request.artifact).replace(job.folder / _MODEL)
+    record.write_bytes(job.folder / "table.txt", table.text.encode())
+    record.write(job.folder / "contract.json", contract)
+
+
+def _body(job: Job, source: _Source, model: Any) -> dict[str, Any]:
+    """The record, from the job's files alone: the same whether they were made now or came from the store."""
+    built = artifact.read(job.folder / _MODEL)
+    text = (job.folder / _LOG).read_text(errors="replace")
+    figures = log.table(text).summary()
+    memory = sum(figures[name] or 0 for name in ("weight_bytes", "internal_bytes")) + source.contract.history_bytes()
+    return {
+        **figures,
+        "artifact_bytes": built.size,
+        "sha256": built.sha256,
+        "content_digest": built.content_digest,
+        "toolkit": built.version,
+        "compiler": built.compiler,
+        "boundary": _boundary(built),
+        "findings": log.findings(text),
+        "risks": risks.find(model, source.contract, figures["operators"], memory),
+        "calibration": {"digest": source.calibration, "samples": [[s.text, s.position] for s in source.samples]},
+        "files": {name: record.sha256(job.folder / name) for name in _files(job) if name != _MODEL}
+        | {_MODEL: built.sha256},
+    }
+
+
+def _boundary(built: artifact.Artifact) -> dict[str, Any]:
+    return {"inputs": [asdict(t) for t in built.inputs], "outputs": [asdict(t) for t in built.outputs]}
+
+
+def _files(job: Job) -> list[str]:
+    return [_MODEL, "contract.json", "table.txt"] + [
+        f"observations/{x.partition('.')[2]}.npz" for x in job.labels("trace")
+    ]
+
+
+def _request(job: Job, source: _Source, work: Path) -> child.Request:
+    """The child's request; its calibration files are written on the way."""
+    dataset = None
+    if source.samples:
+        half = importlib.import_module(f"kvgate.strategies.{source.contract.strategy}.host")
+        with np.load(source.folder / "host.npz") as tables:
+            host = half.Host(source.contract, dict(tables), source.quant["mask"])
+        # A bare name: the toolkit cannot read paths with a space in them.
+        traces = _traces(job, "calibration")
+        dataset = calibration.write(work, source.contract, host, traces, source.samples).name
+    (work / "observations").mkdir()
+    return child.Request(
+        graph=str((source.folder / "model.onnx").resolve()),
+        contract=str((source.folder / "contract.json").resolve()),
+        tables=str((source.folder / "host.npz").resolve()),
+        artifact=str((work / "model.rknn").resolve()),
+        result=str((work / "result.json").resolve()),
+        observations=str((work / "observations").resolve()),
+        platform=source.platform,
+        dtype=platforms.dtype(source.quant),
+        config=source.quant.get("config", {}),
+        build=source.quant.get("build", {}),
+        hybrid=source.quant.get("hybrid", {}),
+        dataset=dataset,
+        custom=_custom(source),
+        mask=source.quant["mask"],
+        programs={
+            name: {"trace": str(path.resolve()), "histories": job.config["programs"][name]["histories"]}
+            for name, path in _traces(job, "trace").items()
+        },
+        isolated=job.config["isolated"],
+    )
