@@ -1,0 +1,66 @@
+"""The cache at the graph's boundary (layout, rank, packing) and as attention wants it, [Hk, D, 1, S] or [1, Hk, S, D].
+
+A strategy writes in the boundary's own layout and rank, so that a returned buffer crosses without a conversion.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvgate import contract as c
+
+History = list[tuple[Tensor, Tensor]]  # K and V of every layer, in the boundary's layout and rank
+
+
+def slot_axis(cache: c.Cache) -> int:
+    return cache.rank - 1 if cache.layout == "channels" else cache.rank - 2
+
+
+def to_boundary(x: Tensor, cache: c.Cache, form: str) -> Tensor:
+    """From the form's own layout, channels [Hk, D, 1, S] for the recipe and rows [1, Hk, S, D] for plain."""
+    layout = "channels" if form == "recipe" else "rows"
+    if layout != cache.layout:
+        x = x.permute(2, 0, 3, 1) if layout == "channels" else x.permute(1, 3, 0, 2)
+    if cache.rank == 4:
+        return x
+    return x.squeeze(2) if cache.layout == "channels" else x.squeeze(0)
+
+
+def from_boundary(x: Tensor, cache: c.Cache, form: str) -> Tensor:
+    """The inverse of to_boundary."""
+    if cache.rank == 3:
+        x = x.unsqueeze(2) if cache.layout == "channels" else x.unsqueeze(0)
+    layout = "channels" if form == "recipe" else "rows"
+    if layout == cache.layout:
+        return x
+    return x.permute(1, 3, 0, 2) if layout == "channels" else x.permute(2, 0, 3, 1)
+
+
+def unpack(inputs: Mapping[str, Tensor], cache: c.Cache, layers: Sequence[c.Layer]) -> History:
+    """Every layer's K and V out of the boundary's cache inputs."""
+    if cache.packing == "model":
+        keys, values = (inputs[name].split(layers[0].kv_heads, _heads(cache)) for name in ("keys", "values"))
+        return list(zip(keys, values, strict=True))
+    if cache.packing == "layer":
+        sizes = [[x.key_size, x.value_size] for x in layers]
+        return [tuple(inputs[f"pair.{i}"].split(s, _channels(cache))) for i, s in enumerate(sizes)]  # type: ignore[misc]
+    return [(inputs[f"key.{i}"], inputs[f"value.{i}"]) for i in range(len(layers))]
+
+
+def pack(returned: History, cache: c.Cache) -> list[Tensor]:
+    """The boundary's cache outputs, in the contract's order."""
+    if cache.packing == "model":
+        keys, values = zip(*returned, strict=True)
+        return [torch.cat(keys, _heads(cache)), torch.cat(values, _heads(cache))]
+    if cache.packing == "layer":
+        return [torch.cat(pair, _channels(cache)) for pair in returned]
+    return [x for pair in returned for x in pair]
+
+
+def _heads(cache: c.Cache) -> int:
+    return 1 if cache.layout == "rows" and cache.rank == 4 else 0
+
+
+def _channels(cache: c.Cache) -> int:
+    return 1 if cache.layout == "channels" else cache.rank - 1

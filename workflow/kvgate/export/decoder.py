@@ -1,0 +1,120 @@
+"""The model as one decoding step: tensors of the contract in, tensors of the contract out."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvgate import contract as c
+from kvgate import strategies
+from kvgate.export import boundary, seams, surgery, survey
+from kvgate.export.spec import Spec
+
+
+def strategy(name: str) -> Any:
+    """The graph half of a strategy. Raises ValueError naming those known."""
+    known = sorted(x.parent.name for folder in strategies.__path__ for x in Path(folder).glob("*/graph.py"))
+    if name not in known:
+        raise ValueError(f"strategy module: got {name!r}, known: {', '.join(known)}")
+    return importlib.import_module(f"kvgate.strategies.{name}.graph")
+
+
+class Decoder(nn.Module):
+    """forward(*inputs in the contract's order) -> outputs in the contract's order."""
+
+    def __init__(self, model: nn.Module, spec: Spec, contract: c.Contract, tensors: Mapping[str, Tensor]) -> None:
+        """model: untouched but for attached seams (load.attach); it is changed. tensors: the recipe's."""
+        super().__init__()
+        self.spec, self.contract = spec, contract
+        self.step = seams.Step()
+        self.scales = {x.module: x for x in spec.layers}
+        surgery.operate(model, spec, self.step, tensors)
+        self.model = model
+        self.half = strategy(contract.strategy)
+        self.names = {m: n for n, m in model.named_modules()}
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
+        cache, layers = self.contract.cache, self.contract.layers
+        history = boundary.unpack(given, cache, layers)
+        returned: dict[int, tuple[Tensor, Tensor]] = {}
+        extra: dict[str, Any] = dict(given)
+
+        def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            seen, kept = [], []
+            for old, new in zip(history[layer], (key, value), strict=True):
+                new = boundary.to_boundary(new, cache, self.spec.form)
+                a, b = self.half.write(old, new, boundary.slot_axis(cache), extra)
+                seen.append(boundary.from_boundary(a, cache, self.spec.form))
+                kept.append(b)
+            returned[layer] = (kept[0], kept[1])
+            return seen[0], seen[1]
+
+        self.step.masks = [given[f"mask.{x.mask}"] for x in layers]
+        self.step.rotations = [self._rotation(given, i) for i in range(len(self.spec.rotations))]
+        self.step.update = update
+        with seams.using(self._attend):
+            logits = survey.run(self.model, given["embedding"], len(layers), update).logits
+        return (logits, *boundary.pack([returned[i] for i in range(len(layers))], cache))
+
+    def _rotation(self, given: Mapping[str, Tensor], index: int) -> Any:
+        if self.spec.form == "recipe":
+            return given.get(f"rotation.{index}")
+        return given.get(f"cosine.{index}"), given.get(f"sine.{index}")
+
+    def _attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
+        """The plain form's attention function."""
+        layer = self.scales[self.names[module]]
+        return seams.attend(query, key, value, self.step.masks[layer.index], layer.scale, layer.softcap)
+
+
+def example(contract: c.Contract) -> tuple[Tensor, ...]:
+    """Zeros of the contract's inputs, in order."""
+    return tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in contract.inputs)
+
+
+def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = "") -> c.Contract:
+    """The contract of a model's graph. Masks whose window the capacity never reaches are one.
+
+    Raises ValueError where the cache cannot be packed as asked.
+    """
+    half = strategy(strategy_name)
+    effective = [None if w is None or w >= cache.capacity else w for w in spec.windows]
+    used = sorted({effective[x.mask] for x in spec.layers}, key=lambda w: (w is not None, w))
+    layers = tuple(
+        c.Layer(x.kv_heads, x.key_size, x.value_size, used.index(effective[x.mask]), x.rotation)
+        for x in sorted(spec.layers, key=lambda x: x.index)
+    )
+    inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, spec.hidden))]
+    inputs += [c.Tensor(f"mask.{i}", c.MASK, (1, half.columns(cache.capacity)), index=i) for i in range(len(used))]
+    rotating = {x.rotation for x in spec.layers}
+    for i, rotation in enumerate(spec.rotations):
+        if i not in rotating:
+            continue
+        if spec.form == "recipe":
+            size = len(rotation.turn)
+            inputs.append(c.Tensor(f"rotation.{i}", c.ROTATION, (1, size, 1, size), index=i))
+        else:
+            inputs.append(c.Tensor(f"cosine.{i}", c.COSINE, (1, 1, rotation.width), index=i))
+            inputs.append(c.Tensor(f"sine.{i}", c.SINE, (1, 1, rotation.width), index=i))
+    inputs += half.extras(cache)
+    inputs += c.cache_tensors(cache, layers, cache.capacity)
+    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]
+    outputs += c.cache_tensors(cache, layers, half.returned(cache.capacity), ".out")
+    return c.Contract(
+        strategy=strategy_name,
+        part="decode",
+        form=spec.form,
+        reason=spec.reason,
+        vocabulary=spec.vocabulary,
+        hidden=spec.hidden,
+        cache=cache,
+        layers=layers,
+        windows=tuple(used),
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        host_sha256=host_sha256,
+    )

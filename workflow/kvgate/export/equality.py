@@ -1,0 +1,89 @@
+"""Is the changed model the model? Token by token with a growing cache, against the untouched one in a single call."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvgate.export import rotary, seams, survey
+from kvgate.export.seams import Step
+from kvgate.export.spec import Spec
+
+TOKENS = 12
+TOLERANCE = 1e-5  # normalized L2 in float32; recipes and plain forms were measured at 3e-7 to 1.4e-6
+
+
+@dataclass(frozen=True)
+class Reference:
+    embedded: Tensor  # [T, C] as the model embeds the tokens
+    positions: Tensor | None  # [T, C] learned positions
+    logits: Tensor  # [T, V]
+    keys: list[Tensor]  # per layer [T, Hk or Hq, D]
+    values: list[Tensor]
+
+
+def reference(model: nn.Module, positions: Tensor | None) -> Reference:
+    """Run the untouched model on random tokens in one call, its own masks and angles."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (1, TOKENS), generator=generator)
+    layers = model.config.get_text_config().num_hidden_layers
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        kept[layer] = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return key, value
+
+    embedded = model.get_input_embeddings()(ids)
+    logits = survey.run(model, embedded, layers, keep).logits[0]
+    keys, values = ([kept[i][n] for i in range(layers)] for n in (0, 1))
+    return Reference(embedded[0], None if positions is None else positions[:TOKENS], logits, keys, values)
+
+
+def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
+    """Worst normalized L2 of logits and every layer's K and V. `model` has been operated on and reads `step`."""
+    layers = len(spec.layers)
+    kept: list[list[list[Tensor]]] = [[[] for _ in range(layers)] for _ in "kv"]
+    axis = 3 if spec.form == "recipe" else 2
+
+    def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        for rows, new in zip(kept, (key, value), strict=True):
+            rows[layer].append(new)
+        return torch.cat(kept[0][layer], axis), torch.cat(kept[1][layer], axis)
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: object) -> Tensor:
+        layer = by_module[module]
+        return seams.attend(q, k, v, step.masks[layer.index], layer.scale, layer.softcap)
+
+    by_module = {m: x for n, m in model.named_modules() for x in spec.layers if x.module == n}
+    angles = [rotary.tables(model.get_submodule(r.module), r, TOKENS) for r in spec.rotations]  # type: ignore[arg-type]
+    step.update = update
+    logits = []
+    for position in range(TOKENS):
+        row = known.embedded[position]
+        if known.positions is not None:
+            row = row + known.positions[position]
+        windows = [spec.windows[x.mask] for x in sorted(spec.layers, key=lambda x: x.index)]
+        step.masks = [_mask(position, w) for w in windows]
+        step.rotations = [rotary.at(table, position) for table in angles]
+        with seams.using(attend):
+            logits.append(survey.run(model, row.view(1, 1, -1), layers, update).logits[0, 0])
+    errors = [_distance(torch.stack(logits), known.logits)]
+    for rows, wanted in zip(kept, (known.keys, known.values), strict=True):
+        for layer in range(layers):
+            got = torch.cat(rows[layer], axis)
+            got = got[:, :, 0].permute(2, 0, 1) if axis == 3 else got[0].transpose(0, 1)
+            groups = wanted[layer].shape[1] // got.shape[1]  # falcon caches its KV heads repeated
+            errors.append(_distance(got, wanted[layer][:, ::groups]))
+    return max(errors)
+
+
+def _mask(position: int, window: int | None) -> Tensor:
+    columns = torch.arange(position + 1)
+    seen = columns > position - window if window else columns >= 0
+    return torch.where(seen, 0.0, -1e4)[None]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -1,0 +1,54 @@
+"""A checkpoint folder to the model's own code: with its weights (prepare), or as an empty shell (export)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvgate.export import seams, shims, support
+from kvgate.record import Blocked, finding
+
+
+def config(folder: Path) -> Any:
+    """The folder's config. Raises record.Blocked where such a model cannot work."""
+    refused = support.refusal(json.loads((folder / "config.json").read_text()))
+    if refused:
+        raise Blocked(refused, [finding("refused", refused)])
+    return AutoConfig.from_pretrained(folder)
+
+
+def model(folder: Path) -> nn.Module:
+    """The checkpoint's model, float32, eager attention, untouched code. Raises record.Blocked on missing weights."""
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        folder, config=config(folder), dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        text = f"checkpoint: got {len(missing)} tensors without weights, the first {missing[0]}"
+        raise Blocked(text, [finding("weights", text)])
+    return _settle(loaded)
+
+
+def shell(folder: Path) -> nn.Module:
+    """The model without weights (everything on the meta device), its attention calling our seams."""
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config(folder), dtype=torch.float32, attn_implementation="eager")
+    return attach(_settle(made))
+
+
+def attach(module: nn.Module) -> nn.Module:
+    """Switch a model's attention over to our functions."""
+    shims.apply(module)
+    for part in module.modules():
+        # Set on the object: the setter would check whether the class supports the name.
+        if hasattr(part, "config") and hasattr(part.config, "_attn_implementation"):
+            part.config._attn_implementation = seams.NAME
+    return module
+
+
+def _settle(module: nn.Module) -> nn.Module:
+    module.config.use_cache = False
+    return module.eval().requires_grad_(False)

@@ -1,0 +1,119 @@
+"""Measure a model and change it into the one that is exported: the recipe where it holds, the plain form where not."""
+
+import copy
+import sys
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from kvgate.export import equality, load, probe, surgery, survey
+from kvgate.export.seams import Step
+from kvgate.export.spec import Layer, Rotation, Spec
+from kvgate.record import Blocked, finding
+
+
+@dataclass(frozen=True)
+class Prepared:
+    spec: Spec
+    model: nn.Module  # operated on; its state is what the graph reads
+    error: float  # of the self-check
+    embedding: Tensor  # [V, C] rows as the model embeds tokens
+    positions: Tensor | None  # [P, C]
+
+
+def prepare(model: nn.Module, form: str) -> Prepared:
+    """model: untouched (load.model); it is changed. form: `recipe` or `plain`, what is asked for.
+
+    Raises record.Blocked where neither form is the model.
+    """
+    try:
+        found = survey.survey(load.attach(_copy(model)))
+    except survey.Unsupported as why:
+        raise Blocked(f"the model does not fit the seams: {why}", [finding("seams", str(why))]) from why
+    known = equality.reference(model, found.position_table)
+    embedding = _rows(model)
+    load.attach(model)
+    reason = "plain was asked for"
+    if form == "recipe":
+        try:
+            spec, tensors = _recipe(model, found)
+            changed, step = _copy(model), Step()
+            surgery.operate(changed, spec, step, tensors)
+            error = equality.error(changed, spec, step, known)
+            print(f"recipe: error {error:.1e} against the untouched model", file=sys.stderr)
+            if error <= equality.TOLERANCE:
+                return Prepared(spec, changed, error, embedding, found.position_table)
+            reason = f"the recipe differs from the model by {error:.1e}"
+        except survey.Unsupported as why:
+            reason = str(why)
+        print(f"plain form: {reason}", file=sys.stderr)
+    spec, step = _plain(found, model, reason), Step()
+    surgery.operate(model, spec, step, {})
+    error = equality.error(model, spec, step, known)
+    print(f"plain: error {error:.1e} against the untouched model", file=sys.stderr)
+    if not error <= equality.TOLERANCE:
+        text = f"the exported form differs from the model by {error:.1e}, allowed: {equality.TOLERANCE:.0e}"
+        raise Blocked(text, [finding("differs", text)])
+    return Prepared(spec, model, error, embedding, found.position_table)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """The same parameters in modules of their own: replacing a module in one leaves the other alone."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def _rows(model: nn.Module) -> Tensor:
+    """The effective embedding rows: some models scale them in their embedding module."""
+    import torch
+
+    table = model.get_input_embeddings()
+    return table(torch.arange(table.num_embeddings))
+
+
+def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Tensor]]:
+    layers, tensors = [], {}
+    rotations: list[Rotation] = []
+    for site in found.sites:
+        plain = None
+        if site.rotation is not None:
+            path, arguments = found.rotations[site.rotation]
+            plain = Rotation(path, arguments, found.widths[site.rotation])
+        layer, own, turning = probe.layer(model.get_submodule(site.module), site, plain)
+        if turning is not None:
+            if turning not in rotations:
+                rotations.append(turning)
+            layer = replace(layer, rotation=rotations.index(turning))
+        layers.append(layer)
+        tensors |= {f"{site.module}.{name}": tensor for name, tensor in own.items()}
+    return _spec(model, found, "recipe", "", layers, rotations), tensors
+
+
+def _plain(found: survey.Survey, model: nn.Module, reason: str) -> Spec:
+    rotations = [Rotation(p, a, w) for (p, a), w in zip(found.rotations, found.widths, strict=True)]
+    layers = []
+    for site in found.sites:
+        scale = float(site.options.get("scaling") or site.key_size**-0.5)
+        cap = site.options.get("softcap")
+        sizes = (site.heads, site.kv_heads, site.key_size, site.value_size, site.outputs)
+        layers.append(Layer(site.module, site.index, *sizes, site.mask, site.rotation, scale, cap))
+        for option in ("s_aux", "alibi"):
+            if site.options.get(option) is not None:
+                text = f"{site.module}: its attention has {option}, allowed: scale, mask, soft cap"
+                raise Blocked(text, [finding("attention", text)])
+    return _spec(model, found, "plain", reason, layers, rotations)
+
+
+def _spec(
+    model: nn.Module, found: survey.Survey, form: str, reason: str, layers: list[Layer], rotations: list[Rotation]
+) -> Spec:
+    return Spec(
+        form=form,
+        reason=reason,
+        vocabulary=model.get_output_embeddings().weight.shape[0],
+        hidden=survey.width(model),
+        positions=found.positions,
+        windows=tuple(found.windows),
+        rotations=tuple(rotations),
+        layers=tuple(layers),
+    )

@@ -1,0 +1,102 @@
+"""A Decoder to ONNX: opset 17, its matrices in weights.bin by offset, the same bytes wherever and whenever it is made."""
+
+import contextlib
+import io
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor
+
+from kvgate.export.decoder import Decoder, example
+
+OPSET = 17  # the compiler takes at most 19
+NAME_LIMIT = 127  # characters: longer tensor names fail the build
+
+
+def export(decoder: Decoder, index: Mapping[str, Any], location: str) -> onnx.ModelProto:
+    """The graph. index: blob.write's, of the tensors' names in `decoder.model`. location: the weights file's name.
+
+    Raises ValueError on a parameter that is not in the index, or a name that the compiler would refuse.
+    """
+    contract = decoder.contract
+    buffer = io.BytesIO()
+    with torch.no_grad(), warnings.catch_warnings(), _exportable():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            decoder,
+            example(contract),
+            buffer,
+            dynamo=False,
+            opset_version=OPSET,
+            export_params=False,  # parameters become inputs: they are pointed into weights.bin below
+            do_constant_folding=True,
+            input_names=[t.name for t in contract.inputs],
+            output_names=[t.name for t in contract.outputs],
+        )
+    model = onnx.load_from_string(buffer.getvalue())
+    _attach(model, {t.name for t in contract.inputs}, index, location)
+    _clean(model)
+    _check_names(model)
+    return model
+
+
+def _attach(model: onnx.ModelProto, declared: set[str], index: Mapping[str, Any], location: str) -> None:
+    """Parameter inputs become initializers in the weights file; declared inputs stay, all of them, in order."""
+    inputs = list(model.graph.input)
+    missing = declared - {x.name for x in inputs}
+    if missing:
+        raise ValueError(f"graph: got no input {sorted(missing)[0]!r}, allowed: every input of the contract is used")
+    del model.graph.input[:]
+    for value in inputs:
+        if value.name in declared:
+            model.graph.input.append(value)
+            continue
+        name = value.name.removeprefix("model.")
+        if name not in index:
+            raise ValueError(f"graph: got a parameter {name!r}, allowed: those of the weights file")
+        entry = index[name]
+        tensor = model.graph.initializer.add(name=value.name, data_type=onnx.TensorProto.FLOAT, dims=entry["shape"])
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        length = 4 * math.prod(entry["shape"])
+        for key, text in (("location", location), ("offset", entry["offset"]), ("length", length)):
+            tensor.external_data.add(key=key, value=str(text))
+
+
+def _clean(model: onnx.ModelProto) -> None:
+    """Take out what says who made the graph and where."""
+    model.producer_name, model.producer_version, model.doc_string = "kvgate", "", ""
+    model.graph.name, model.graph.doc_string = "decode", ""
+    for node in model.graph.node:
+        node.doc_string = ""
+        del node.metadata_props[:]
+    del model.metadata_props[:]
+    del model.graph.value_info[:]
+
+
+def _check_names(model: onnx.ModelProto) -> None:
+    names = [n for node in model.graph.node for n in (*node.output, node.name)]
+    long = max([*names, *(x.name for x in model.graph.initializer)], key=len)
+    if len(long) > NAME_LIMIT:
+        raise ValueError(f"graph: got a name of {len(long)} characters ({long}), allowed: {NAME_LIMIT}")
+
+
+@contextlib.contextmanager
+def _exportable() -> Iterator[None]:
+    """glm4 repeats cos along the last axis by repeat_interleave, which the exporter turns into a graph it refuses."""
+    original = torch.Tensor.repeat_interleave
+
+    def repeat(self: Tensor, repeats: Any, dim: int | None = None, **kwargs: Any) -> Tensor:
+        if isinstance(repeats, int) and dim is not None:
+            axis = dim % self.dim()
+            return torch.stack([self] * repeats, axis + 1).flatten(axis, axis + 1)
+        return original(self, repeats, dim, **kwargs)
+
+    torch.Tensor.repeat_interleave = repeat  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.repeat_interleave = original  # type: ignore[method-assign]

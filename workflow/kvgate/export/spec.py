@@ -1,0 +1,66 @@
+"""What `prepare` found in a model, as JSON: enough to build the decoder again without its checkpoint. Stdlib only."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """One rotary embedding: the module that makes cos and sin, and how its attention applies them to D channels.
+
+    channel d of the rotated vector = cos[cosine[d]] * x[d] + sign[d] * sin[sine[d]] * x[turn[d]];
+    -1 in `cosine` and `sine`: the channel passes as it is. The lists are empty in the plain form.
+    """
+
+    module: str
+    arguments: tuple[Any, ...]  # what its forward takes after (x, position_ids)
+    width: int  # of cos and sin
+    cosine: tuple[int, ...] = ()
+    sine: tuple[int, ...] = ()
+    turn: tuple[int, ...] = ()
+    sign: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention module."""
+
+    module: str  # path in the model
+    index: int  # of its layer in the cache
+    heads: int  # Hq
+    kv_heads: int  # Hk
+    key_size: int  # D
+    value_size: int
+    outputs: int  # length of the tuple that its forward returns; 0: a tensor
+    mask: int = 0
+    rotation: int | None = None
+    scale: float = 1.0  # plain only: the recipe folds it into the weights
+    softcap: float | None = None
+    norm: str = ""  # recipe only: "" none, `head`: RMS over D, `all`: RMS over all heads
+    epsilon: tuple[float, float] = (0.0, 0.0)  # of q's and k's norm
+    kernel: bool = False  # the output projection is a convolution with kernel (1, g)
+    alibi: bool = False  # the module adds a distance bias to its scores
+
+
+@dataclass(frozen=True)
+class Spec:
+    form: str  # `recipe` or `plain`
+    reason: str  # why it is not `recipe`; empty where it is
+    vocabulary: int
+    hidden: int  # C of the embedding rows
+    positions: str  # path of the learned-position module, "" none
+    windows: tuple[int | None, ...]  # of each distinct mask, in tokens
+    rotations: tuple[Rotation, ...]
+    layers: tuple[Layer, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> "Spec":
+        def tuples(x: dict[str, Any]) -> dict[str, Any]:
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
+
+        parts = {"rotations": Rotation, "layers": Layer}
+        lists = {name: tuple(kind(**tuples(x)) for x in raw[name]) for name, kind in parts.items()}
+        return Spec(**{**tuples(raw), **lists})

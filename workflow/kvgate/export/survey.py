@@ -1,0 +1,226 @@
+"""Walk one token through a model and note what each attention module is called with: its place, mask and rotation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvgate.export import seams
+
+REACH = 1 << 15  # tokens: windows are looked for up to this length
+
+
+class Unsupported(Exception):
+    """A model whose attention does not go through the two seams; the text says how."""
+
+
+@dataclass
+class Site:
+    """An attention module as it was called."""
+
+    module: str
+    index: int  # layer in the cache
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    mask: int = 0
+    rotation: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # what the attention function got: scaling, softcap, ...
+
+
+@dataclass
+class Survey:
+    sites: list[Site]
+    windows: list[int | None]
+    rotations: list[tuple[str, tuple]]  # module path, arguments after (x, position_ids)
+    widths: list[int]  # of their cos and sin
+    positions: str  # path of the learned-position module
+    position_table: Tensor | None  # [P, C]
+
+
+def survey(model: nn.Module) -> Survey:
+    """Raises Unsupported."""
+    base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    recorder = _Recorder(model)
+    path, table = _positions(model, base)
+    with recorder:
+        run(base, torch.zeros(1, 1, width(model)), recorder.layers, recorder.cached)
+    if not recorder.sites:
+        raise Unsupported("no attention module called the attention function")
+    if recorder.pending is not None:
+        raise Unsupported(f"layer {recorder.pending[0]} cached K and V but did not call the attention function")
+    return Survey(recorder.sites, recorder.windows, recorder.rotations, recorder.widths, path, table)
+
+
+def width(model: nn.Module) -> int:
+    return model.get_input_embeddings().embedding_dim
+
+
+def run(base: nn.Module, embedded: Tensor, layers: int, update: seams.Update, positions: Tensor | None = None) -> Any:
+    """Call a model with embedded tokens [1, T, C] and a cache of our layers."""
+    import inspect
+
+    names = inspect.signature(base.forward).parameters
+    kwargs: dict[str, Any] = {"use_cache": True, "inputs_embeds": embedded}
+    kwargs["cache" if "cache" in names else "past_key_values"] = seams.cache(layers, update)
+    if "position_ids" in names:
+        kwargs["position_ids"] = torch.arange(embedded.shape[1])[None] if positions is None else positions
+    return base(**kwargs)
+
+
+def window(mask_function: Callable[..., Any]) -> int | None:
+    """The sliding window of a mask predicate in tokens, None: causal. Raises Unsupported on any other pattern."""
+    found = set()
+    zero = torch.tensor(0)
+    columns = torch.arange(REACH)
+    for row in (REACH - 1, REACH // 2, REACH - 77):
+        seen = mask_function(zero, zero, torch.tensor(row), columns)
+        seen = torch.as_tensor(seen).expand(REACH)
+        count = int(seen.sum())
+        if not bool(seen[row + 1 - count : row + 1].all()):
+            raise Unsupported("a mask that is neither causal nor a sliding window")
+        found.add(None if count == row + 1 else count)
+    if len(found) > 1:
+        raise Unsupported("a mask that is neither causal nor a sliding window")
+    return found.pop()
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.layers = model.config.get_text_config().num_hidden_layers
+        self.sites: list[Site] = []
+        self.windows: list[int | None] = []
+        self.rotations: list[tuple[str, tuple]] = []
+        self.widths: list[int] = []
+        self.angles: list[tuple[Tensor, Tensor]] = []
+        self.pending: tuple[int, Tensor, Tensor] | None = None
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self.model.named_modules():
+            self.hooks.append(module.register_forward_hook(self._called(name), with_kwargs=True))
+            if is_rotary(module):
+                self.hooks.append(module.register_forward_hook(self._rotary(name), with_kwargs=True))
+        self.using = seams.using(self.attend, self.mask)
+        self.using.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.using.__exit__()
+        for hook in self.hooks:
+            hook.remove()
+
+    def _rotary(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple, kwargs: dict, angles: Any) -> None:
+            extra = rotary_arguments(args, kwargs)
+            if (name, extra) not in self.rotations:
+                self.rotations.append((name, extra))
+                self.angles.append(angles)
+                self.widths.append(angles[0].shape[-1])
+
+        return note
+
+    def mask(self, **kwargs: Any) -> Tensor:
+        """A mask whose elements are the number of its window: modules may cut it, the number stays."""
+        found = window(kwargs["mask_function"])
+        if found not in self.windows:
+            self.windows.append(found)
+        return torch.full((1, 1, kwargs["q_length"], kwargs["kv_length"]), float(self.windows.index(found)))
+
+    def cached(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pending is not None:
+            raise Unsupported(f"layer {self.pending[0]} cached K and V but did not call the attention function")
+        self.pending = (layer, key, value)
+        return key, value
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
+        name = self.names[module]
+        if self.pending is None:
+            raise Unsupported(f"{name} attends without caching K and V of its own")
+        index, self.pending = self.pending[0], None
+        if not self.windows:
+            self.windows.append(None)
+        site = Site(name, index, options=options)
+        site.heads, site.kv_heads = query.shape[1], key.shape[1]
+        site.key_size, site.value_size = key.shape[-1], value.shape[-1]
+        site.mask = int(mask.flatten()[0]) if mask is not None else self._full()
+        self.sites.append(site)
+        return torch.zeros(1, query.shape[2], site.heads, site.value_size)
+
+    def _full(self) -> int:
+        if None not in self.windows:
+            self.windows.append(None)
+        return self.windows.index(None)
+
+    def _called(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
+            if not self.sites or self.sites[-1].module != name:
+                return
+            site = self.sites[-1]
+            site.args, site.kwargs = args, kwargs
+            site.outputs = len(out) if isinstance(out, tuple) else 0
+            angles = kwargs.get("position_embeddings")
+            if angles is not None:
+                site.rotation = next(i for i, known in enumerate(self.angles) if known[0] is angles[0])
+
+        return note
+
+
+def is_rotary(module: nn.Module) -> bool:
+    return "Rotary" in type(module).__name__
+
+
+def rotary_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What a rotary module was called with besides (x, position_ids)."""
+    named = tuple(v for k, v in sorted(kwargs.items()) if k not in ("x", "position_ids") and v is not None)
+    return (*args[2 - sum(k in kwargs for k in ("x", "position_ids")) :], *named)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _positions(model: nn.Module, base: nn.Module) -> tuple[str, Tensor | None]:
+    """The module of learned positions and its rows, by asking for every position it can have."""
+    embedding = model.get_input_embeddings()
+    others = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    found: list[tuple[str, Tensor]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
+            found.append((name, out))
+            raise _Stop
+
+        return hook
+
+    if not others:
+        return "", None
+    limit = model.config.get_text_config().max_position_embeddings
+    hooks = [m.register_forward_hook(note(n)) for n, m in others]
+    try:
+        with seams.using(_no_attention):
+            run(base, torch.zeros(1, limit, width(model)), model.config.get_text_config().num_hidden_layers, _keep)
+    except _Stop:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found:
+        return "", None
+    name, rows = found[0]
+    return name, rows[0]
+
+
+def _keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return key, value
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> Tensor:
+    raise AssertionError("not reached: the learned positions come before the first attention")

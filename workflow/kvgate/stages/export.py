@@ -1,0 +1,81 @@
+"""Export: prepared weights and a strategy become model.onnx, contract.json and host.npz; nothing is measured again."""
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from kvgate import record
+from kvgate.contract import Cache
+from kvgate.job import Job
+from kvgate.record import Blocked, finding
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Writes the graph's files. Raises record.Blocked where the model cannot be cached as the strategy asks."""
+    strategy = job.config["strategy"]
+    if strategy["form"] == "exporter":  # by name: only those rows' keys hold that module's code
+        return importlib.import_module("kvgate.export.exporter").run(job)
+    return _decoder(job, strategy)
+
+
+def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from kvgate.export import blob, decoder, load, proto, surgery
+    from kvgate.export.spec import Spec
+
+    prepared = job.read("prepare")
+    source = job.inputs["prepare"].parent
+    spec = Spec.from_dict(prepared["spec"])
+    cache = Cache(**{k: strategy[k] for k in ("capacity", "layout", "rank", "packing")})
+    try:
+        contract = decoder.contract(spec, strategy["module"], cache)
+    except ValueError as why:
+        raise Blocked(str(why), [finding("packing", str(why))]) from why
+    tensors = {k: torch.from_numpy(v) for k, v in blob.read(source / "weights.bin", prepared["tensors"]).items()}
+    made = decoder.Decoder(load.shell(job.inputs["fetch"].parent), spec, contract, tensors)
+    surgery.fill(made.model, tensors)
+    host_digest = _host(job, made, source)
+    contract = replace(contract, host_sha256=host_digest)
+    graph = proto.export(made, prepared["tensors"], "weights.bin")
+    record.link(source / "weights.bin", job.folder / "weights.bin")
+    record.write_bytes(job.folder / "model.onnx", graph.SerializeToString(deterministic=True))
+    record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
+    names = ("model.onnx", "contract.json")
+    files = {name: record.sha256(job.folder / name) for name in names}
+    return {
+        "form": spec.form,
+        "reason": spec.reason,
+        "contract": contract.digest,
+        "opset": proto.OPSET,
+        "nodes": len(graph.graph.node),
+        "vocabulary": spec.vocabulary,
+        "hidden": spec.hidden,
+        "layers": len(spec.layers),
+        "parameter_bytes": prepared["parameter_bytes"],
+        "history_bytes": contract.history_bytes(),
+        "returned_bytes": contract.returned_bytes(),
+        "files": {**files, "host.npz": host_digest, "weights.bin": prepared["files"]["weights.bin"]},
+    }
+
+
+def _host(job: Job, made: Any, source: Any) -> str:
+    """Write host.npz: embedding rows, learned positions and rotary tables up to the capacity. Returns its sha256."""
+    import numpy as np
+
+    from kvgate.export import rotary
+
+    capacity = made.contract.cache.capacity
+    with np.load(source / "tables.npz") as file:
+        arrays = {"embedding": file["embedding"]}
+        if "position" in file.files:
+            arrays["position"] = file["position"][:capacity]
+    for i, rotation in enumerate(made.spec.rotations):
+        for name, table in rotary.tables(made.model.get_submodule(rotation.module), rotation, capacity).items():
+            arrays[f"{name}.{i}"] = table
+    path = job.folder / "host.npz"
+    part = record.partial(path)
+    with part.open("wb") as file:
+        np.savez(file, **arrays)
+    part.replace(path)
+    return record.sha256(path)

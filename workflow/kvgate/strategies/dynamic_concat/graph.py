@@ -1,0 +1,30 @@
+"""Graph half of dynamic_concat: appends this step's K and V to the history and returns the whole (the present)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvgate import contract as c
+
+
+def columns(capacity: int) -> int:
+    """How many columns attention sees."""
+    return capacity + 1
+
+
+def returned(capacity: int) -> int:
+    """How many slots every returned cache tensor has."""
+    return capacity + 1
+
+
+def extras(cache: c.Cache) -> list[c.Tensor]:
+    """What the graph reads besides the embedding, masks, rotations and the cache."""
+    return []
+
+
+def write(history: Tensor, new: Tensor, axis: int, extra: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """What attention sees and what is returned; `axis` is that of the slots, `new` has one slot."""
+    present = torch.cat([history, new], axis)
+    return present, present
