@@ -41,7 +41,7 @@ def exists(module: str) -> bool:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of packages as installed now; `missing` where one is not."""
+    """The versions of packages as installed now, without a local label such as +cpu; `missing` where one is not."""
     return {name: _version(name) for name in packages}
 
 
@@ -64,7 +64,7 @@ def _normal(name: str) -> str:
 @cache
 def _version(name: str) -> str:
     try:
-        return version(name)
+        return version(name).partition("+")[0]
     except PackageNotFoundError:
         return "missing"
 
