@@ -106,10 +106,17 @@ def _hf_export(model: Any, capacity: int, folder: Path) -> Boundary:
 
 
 def _cached_rows(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What each layer caches for one token: keys and values [1, Hk, 1, D]."""
+    """What each layer caches for one token: keys and values [1, Hk, 1, D]. Raises record.Blocked where it does not."""
     cache: Any = transformers.DynamicCache()
     with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
+        try:
+            model(torch.zeros(1, 1, dtype=torch.int64), cache=cache, use_cache=True)
+        except Exception as error:  # mamba and others want a cache of their own
+            raise _refused("transformers' DynamicCache", error) from error
+    for i, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is None or layer.keys.dim() != 4:
+            text = f"layer {i}: got no K and V of the token, allowed: attention layers"
+            raise record.Blocked(text, [record.finding("exporter", text)])
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
