@@ -4,9 +4,10 @@ import copy
 import sys
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
-from kvgate.export import equality, load, probe, surgery, survey
+from kvgate.export import equality, load, norms, probe, surgery, survey
 from kvgate.export.seams import Step
 from kvgate.export.spec import Layer, Rotation, Spec
 from kvgate.record import Blocked, finding
@@ -47,8 +48,9 @@ def prepare(model: nn.Module, form: str) -> Prepared:
         except survey.Unsupported as why:
             reason = str(why)
         print(f"plain form: {reason}", file=sys.stderr)
-    spec, step = _plain(found, model, reason), Step()
-    surgery.operate(model, spec, step, {})
+    spec, tensors = _plain(found, model, reason)
+    step = Step()
+    surgery.operate(model, spec, step, tensors)
     error = equality.error(model, spec, step, known)
     print(f"plain: error {error:.1e} against the untouched model", file=sys.stderr)
     if not error <= equality.TOLERANCE:
@@ -65,8 +67,6 @@ def _copy(model: nn.Module) -> nn.Module:
 
 def _rows(model: nn.Module) -> Tensor:
     """The effective embedding rows: some models scale them in their embedding module."""
-    import torch
-
     table = model.get_input_embeddings()
     return table(torch.arange(table.num_embeddings))
 
@@ -86,10 +86,14 @@ def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Ten
             layer = replace(layer, rotation=rotations.index(turning))
         layers.append(layer)
         tensors |= {f"{site.module}.{name}": tensor for name, tensor in own.items()}
-    return _spec(model, found, "recipe", "", layers, rotations), tensors
+    inside = tuple(f"{site.module}." for site in found.sites)  # those of q and k are the recipe's own
+    replaced, weights = norms.measure(model)
+    kept = [n for n in replaced if not n.module.startswith(inside)]
+    spec = _spec(model, found, "recipe", "", layers, rotations)
+    return replace(spec, norms=tuple(kept)), tensors | {f"{n.module}.weight": weights[f"{n.module}.weight"] for n in kept}
 
 
-def _plain(found: survey.Survey, model: nn.Module, reason: str) -> Spec:
+def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, dict[str, Tensor]]:
     rotations = [Rotation(p, a, w) for (p, a), w in zip(found.rotations, found.widths, strict=True)]
     layers = []
     for site in found.sites:
@@ -101,7 +105,8 @@ def _plain(found: survey.Survey, model: nn.Module, reason: str) -> Spec:
             if site.options.get(option) is not None:
                 text = f"{site.module}: its attention has {option}, allowed: scale, mask, soft cap"
                 raise Blocked(text, [finding("attention", text)])
-    return _spec(model, found, "plain", reason, layers, rotations)
+    replaced, weights = norms.measure(model)
+    return replace(_spec(model, found, "plain", reason, layers, rotations), norms=tuple(replaced)), weights
 
 
 def _spec(

@@ -43,6 +43,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A norm module that is replaced by an equal one; `rms` or `layer`, over the last axis, weight and no bias."""
+
+    module: str
+    kind: str
+    epsilon: float
+
+
+@dataclass(frozen=True)
 class Spec:
     form: str  # `recipe` or `plain`
     reason: str  # why it is not `recipe`; empty where it is
@@ -52,6 +61,7 @@ class Spec:
     windows: tuple[int | None, ...]  # of each distinct mask, in tokens
     rotations: tuple[Rotation, ...]
     layers: tuple[Layer, ...]
+    norms: tuple[Norm, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,6 +71,6 @@ class Spec:
         def tuples(x: dict[str, Any]) -> dict[str, Any]:
             return {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
 
-        parts = {"rotations": Rotation, "layers": Layer}
+        parts = {"rotations": Rotation, "layers": Layer, "norms": Norm}
         lists = {name: tuple(kind(**tuples(x)) for x in raw[name]) for name, kind in parts.items()}
         return Spec(**{**tuples(raw), **lists})

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kvgate.export import recipe
+from kvgate.export import norms, recipe
 from kvgate.export.rotary import Stub
 from kvgate.export.seams import Step
 from kvgate.export.spec import Spec
@@ -33,11 +33,13 @@ class Zero(nn.Module):
 
 
 def operate(model: nn.Module, spec: Spec, step: Step, tensors: Mapping[str, Tensor]) -> None:
-    """Replace modules in place. tensors: at least the recipe's, by their full names."""
+    """Replace modules in place. tensors: at least the recipe's and the norms', by their full names."""
     if spec.form == "recipe":
         for layer in spec.layers:
             own = {n: tensors[key] for n in recipe.TENSORS if (key := f"{layer.module}.{n}") in tensors}
             model.set_submodule(layer.module, recipe.Attention(layer, step, own))
+    for norm in spec.norms:
+        model.set_submodule(norm.module, norms.Exact(norm.kind, norm.epsilon, tensors[f"{norm.module}.weight"]))
     numbers: dict[str, dict[tuple, int]] = {}
     for i, rotation in enumerate(spec.rotations):
         numbers.setdefault(rotation.module, {})[rotation.arguments] = i
