@@ -19,12 +19,13 @@ class Evidence:
     cpu_operators: Mapping[str, int] = field(default_factory=dict)
     roles: Sequence[str] = ()  # of the graph's inputs
     boundary: Sequence[str] = ()  # dtypes of the artifact's cache tensors
+    dtype: str = ""  # what the artifact was built to compute in: `fp16`, `w8a8`, ...
+    mask: float | None = None  # additive mask value that the artifact was built for
     broken: Sequence[tuple[str, int]] = ()  # (history, position) of every step that broke a figure's gate
     steps: Sequence[tuple[str, int]] = ()  # (history, position) of every step compared
     # median K/V delta of the isolated steps in the first and in the last quarter of the positions
     early: float | None = None
     late: float | None = None
-    disturbed: float | None = None  # worst
 
 
 def explain(evidence: Evidence) -> str:
@@ -63,6 +64,13 @@ def not_a_number(e: Evidence) -> str:
     return f"{word} in the outputs" + (", after values left float16's range" if warned else "")
 
 
+def constant(e: Evidence) -> str:
+    found = next(
+        (f for f in e.findings if f["kind"] in ("all_zero", "all_equal") and f.get("tensor") == "logits"), None
+    )
+    return str(found["text"]) if found else ""
+
+
 def random_weights(e: Evidence) -> str:
     found = any(f["kind"] == "random_weights" for f in e.findings)
     return "the toolkit put random weights in place of missing ones" if found else ""
@@ -79,9 +87,15 @@ def other_slots(e: Evidence) -> str:
 
 
 def rounded_cache(e: Evidence) -> str:
-    """Integers at the boundary: every K and V is rounded to one scale for the tensor."""
+    """Integers at the boundary: every K and V is rounded to one scale for the tensor.
+
+    Scores and mask are one tensor of integers: a mask beyond some hundreds leaves the scores no resolution.
+    """
     integer = sorted({d for d in e.boundary if "int" in d})
-    return f"activations and cache are {integer[0]}" if integer else ""
+    if not integer:
+        return ""
+    coarse = f", and the mask of {e.mask:g} leaves scores no resolution" if e.mask is not None and e.mask < -1e3 else ""
+    return f"activations and cache are {integer[0]}{coarse}"
 
 
 def angles(e: Evidence) -> str:
@@ -111,7 +125,7 @@ def adds_up(e: Evidence) -> str:
 def arithmetic(e: Evidence) -> str:
     """Fed the reference's exact cache, a step is still off."""
     if e.first.get("history") == "isolated" and e.first.get("gate") in ("kv_l2", "logits_l2"):
-        return "off with the reference's own cache: the arithmetic of a step"
+        return f"off with the reference's own cache: the arithmetic of {e.dtype or 'a step'}"
     return ""
 
 
@@ -124,6 +138,7 @@ RULES: tuple[Callable[[Evidence], str], ...] = (
     out_of_range,
     permuted,
     not_a_number,
+    constant,
     first_token,
     other_slots,
     rounded_cache,

@@ -36,7 +36,7 @@ def _top1(verdict: Mapping[str, Any]) -> str | None:
 
 
 def _risks(verdict: Mapping[str, Any]) -> str:
-    return "; ".join(x if isinstance(x, str) else str(x.get("text", x)) for x in verdict["risks"])
+    return "; ".join(verdict["risks"])
 
 
 def _mib(value: float) -> str:

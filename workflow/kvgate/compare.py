@@ -57,7 +57,7 @@ def compare(contract: Contract, trace: Trace, seen: Mapping[str, Array]) -> tupl
         findings += symptoms.moved(trace, seen, history, steps.kv)
         arrays |= {f"{history}/{name}": array for name, array in steps.arrays().items()}
     body: dict[str, Any] = {"histories": histories, "findings": findings, "free": None, "perplexity": None}
-    if "free/tokens" in seen:
+    if "free/tokens" in seen and trace.prompt < len(trace.tokens):  # a text generates nothing
         body["free"] = free(trace, seen, measured.get("forced"))
     if trace.prompt == len(trace.tokens):
         body["perplexity"] = text(trace, seen, "forced" if "forced" in measured else "isolated")

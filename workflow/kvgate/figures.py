@@ -16,7 +16,8 @@ _ITEM = {"float32": 4, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}  # bytes
 def boundary(contract: Contract, build: Mapping[str, Any]) -> list[str]:
     """The dtypes of the cache tensors as they cross the artifact's boundary; the graph's where there is no artifact."""
     names = {t.name for t in (*contract.cache_inputs(), *contract.cache_outputs())}
-    built = [str(t["dtype"]) for side in ("inputs", "outputs") for t in build.get(side, ()) if t["name"] in names]
+    tensors = [t for side in build.get("boundary", {}).values() for t in side]
+    built = [str(t["dtype"]) for t in tensors if t["name"] in names]
     return sorted(set(built)) or sorted({t.dtype for t in contract.cache_inputs()})
 
 

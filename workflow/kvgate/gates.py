@@ -16,7 +16,8 @@ Array = np.ndarray
 LEVELS = ("pass", "warn", "fail")
 HISTORIES = ("isolated", "forced", "free")
 FATAL = ("nan", "inf", "all_zero", "all_equal", "permuted")  # findings that are gates of their own
-_ORDER = (*FATAL[:4], "kv_l2", "disturbed", "logits_l2", "top1", "tokens", "permuted", "compared")
+# Of one step: as the step computes, and a strange output before the error that it makes.
+_ORDER = ("kv_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", "compared")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ def l2_rows(got: Array, want: Array) -> Array:
 
 def l2(got: Array, want: Array) -> float:
     """Normalized L2, ||got - want|| / ||want||, over the flattened arrays; see `l2_rows`."""
-    return float(l2_rows(got[None], want[None])[0])
+    a, b = pair(got, want)
+    return float(l2_rows(a[None], b[None])[0])
 
 
 def centred(rows: Array) -> Array:

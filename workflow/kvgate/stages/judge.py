@@ -4,11 +4,12 @@ Reads metrics.json and metrics.npz of all programs, the contract, the check's an
 a threshold runs only this and tabulate. Takes blocked inputs: a blocked row has a verdict too.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvgate import causes, columns, figures, gates
+from kvgate import causes, columns, figures, gates, record
 from kvgate.contract import Contract
 from kvgate.job import Job
 
@@ -64,7 +65,8 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     first = broken[0] if broken else None
     place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name} if first else {}
     place |= first.first if first else {}
-    cause = causes.explain(_evidence(contract, build, findings, arrays, found, place)) if first else ""
+    evidence = _evidence(contract, build, findings, arrays, found, place)
+    cause = causes.explain(_as_built(job, evidence)) if first else ""
     return {
         "verdict": verdict,
         "reason": _reason(verdict, first, cause, found),
@@ -118,6 +120,15 @@ def _evidence(
         early=early,
         late=late,
     )
+
+
+def _as_built(job: Job, evidence: causes.Evidence) -> causes.Evidence:
+    """With what the artifact's contract says of it; a row of ONNX Runtime has none."""
+    if "build" not in job.inputs:
+        return evidence
+    identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
+    dtype = identity["quant"].get("config", {}).get("quantized_dtype", "fp16")
+    return replace(evidence, dtype=dtype, mask=identity["mask_value"])
 
 
 def _early_late(arrays: dict[str, dict[str, Array]]) -> tuple[float | None, float | None]:

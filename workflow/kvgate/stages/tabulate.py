@@ -1,6 +1,6 @@
 """tabulate: all verdicts of a sweep -> acceptance.tsv, acceptance.md and acceptance.json, and the folders to ship.
 
-A folder below ship/{sweep} for each row that passes or warns: hard links to the artifact, its contract, host.npz and
+A folder below ship/{sweep} for each row that passes or warns: hard links to the artifact, both contracts, host.npz and
 the tokenizer. Folders of this sweep's rows that no longer do are removed.
 """
 
@@ -77,7 +77,7 @@ def _files(results: Path, row: dict[str, str]) -> dict[str, Path]:
         (results / record_path(stage, names)).parent for stage in ("build", "export", "fetch")
     )
     found = {"model.rknn": artifact / "model.rknn", "contract.json": artifact / "contract.json"}
-    found["host.npz"] = graph / "host.npz"
+    found |= {"graph_contract.json": graph / "contract.json", "host.npz": graph / "host.npz"}
     found["verdict.json"] = table.path(results, row)
     for file in sorted(checkpoint.iterdir()):
         tokenizer = file.name in ("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json")

@@ -5,6 +5,7 @@ Writes metrics.npz (every step, layer and tensor) and metrics.json (the figures)
 """
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ def run(job: Job) -> dict[str, Any]:
     trace = Trace.load(str(job.inputs[f"trace.{program}"].with_name("trace.npz")))
     path = job.inputs["observed"].parent / "observations" / f"{program}.npz"
     with np.load(path) as seen:
+        _all_ran(job.config["program"]["histories"], seen, path)
         body, arrays = compare.compare(contract, trace, seen)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
@@ -32,3 +34,10 @@ def run(job: Job) -> dict[str, Any]:
         "files": {"metrics.npz": record.sha256(job.folder / "metrics.npz")},
         **body,
     }
+
+
+def _all_ran(histories: list[str], seen: Any, path: Path) -> None:
+    """A history that was asked for and is not there must not pass by being absent."""
+    missing = [h for h in histories if f"{h}/tokens" not in seen]
+    if missing:
+        raise ValueError(f"{path.name}: lacks the history {', '.join(missing)}, which the program has")

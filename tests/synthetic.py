@@ -1,0 +1,151 @@
+"""Rows without a model: a contract, a trace, an observation that equals it, and a results folder made of them.
+
+Not a test itself. Every test changes one thing in a row that passes.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from kvgate import contract as c
+from kvgate import record
+from kvgate.job import Job, record_path
+from kvgate.observe import Trace
+from kvgate.stages import judge, tabulate, verify
+
+LAYERS, HEADS, SIZE, VOCABULARY, TOKENS, PROMPT = 3, 2, 8, 40, 24, 5
+HISTORIES = ("isolated", "forced")
+THRESHOLDS = yaml.safe_load((Path(__file__).parent.parent / "config" / "thresholds.yaml").read_text())
+TUPLE = {"model": "tiny", "weights": "plain", "strategy": "cpu_managed", "platform": "rk3576", "quant": "fp16"}
+ROW = TUPLE | {"backend": "simulator"}
+BUILD = {
+    "status": "ok",
+    "rows": 50,
+    "cycles": 36_400_000,
+    "traffic_bytes": 270 * 2**20,
+    "weight_bytes": 263 * 2**20,
+    "artifact_bytes": 278 * 2**20,
+    "cpu_operators": {},
+    "risks": ["F1 rank-4 cache: may be misread on a board"],
+    "findings": [],
+}
+
+
+def contract(**changes: Any) -> c.Contract:
+    cache = c.Cache(capacity=TOKENS)
+    layers = tuple(c.Layer(HEADS, SIZE, SIZE) for _ in range(LAYERS))
+    inputs = (c.Tensor("embedding", c.EMBEDDING, (1, 1, 4)), c.Tensor("rotation.0", c.ROTATION, (1, SIZE, 1, SIZE)))
+    outputs = (c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, layers, 1, ".out"))
+    made = c.Contract(
+        "cpu_managed", "decode", "recipe", "", VOCABULARY, 4, cache, layers, (None,),
+        (*inputs, *c.cache_tensors(cache, layers, TOKENS)), outputs, "",
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def trace(text: bool = False) -> Trace:
+    """Random K and V; logits whose best token is the next one, by a margin of 5."""
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(0, VOCABULARY, TOKENS)
+    logits = rng.normal(size=(TOKENS, VOCABULARY)).astype(np.float32)
+    logits[np.arange(TOKENS), np.roll(tokens, -1)] = logits.max(axis=1) + 5
+    kv = rng.normal(size=(2, LAYERS, TOKENS, HEADS, SIZE)).astype(np.float32)
+    return Trace(tokens, TOKENS if text else PROMPT, not text, (int(tokens[-1]),), list(kv[0]), list(kv[1]), logits)
+
+
+def observation(of: Trace) -> dict[str, np.ndarray]:
+    """What a perfect backend returns."""
+    fed = TOKENS - (of.prompt < TOKENS)
+    assert of.logits is not None
+    found = {}
+    for history, positions in (("isolated", np.array([0, 4, 11, fed - 1])), ("forced", np.arange(fed))):
+        found[f"{history}/positions"] = positions
+        found[f"{history}/tokens"] = of.tokens[positions]
+        found[f"{history}/logits"] = of.logits[positions].copy()
+        found[f"{history}/disturbed"] = np.zeros(len(positions))
+        for i in range(LAYERS):
+            found[f"{history}/key.{i}"] = of.keys[i][positions].copy()
+            found[f"{history}/value.{i}"] = of.values[i][positions].copy()
+    if of.prompt < TOKENS:
+        found |= {"free/tokens": of.tokens[PROMPT:].copy(), "free/diverged": np.array(-1)}
+    return found
+
+
+def off(array: np.ndarray, error: float) -> np.ndarray:
+    """The array with a normalized L2 of `error` in each row."""
+    return (array * (1 + error)).astype(np.float32)
+
+
+class Results:
+    """A results folder with one row, written as the stages before verify would."""
+
+    def __init__(self, root: Path, row: dict[str, str] | None = None) -> None:
+        self.root, self.row = root, row or ROW
+        self.names = self.row | {"part": "decode"}
+        self.programs: list[str] = []
+        self.write("fetch", {"status": "ok"})
+        self.write("export", {"status": "ok"})
+        self.write("check", {"status": "ok", "findings": []})
+        self.write("build", BUILD)
+        self.contract(contract())
+        identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": self.row["quant"]}}}
+        record.write(self.path("build").with_name("contract.json"), {"identity": identity})
+        for stage, name in (("build", "model.rknn"), ("export", "host.npz")):
+            record.write_bytes(self.path(stage).with_name(name), f"{name} of {self.row['quant']}".encode())
+        for name in ("tokenizer.json", "model.safetensors"):
+            record.write_bytes(self.path("fetch").with_name(name), name.encode())
+
+    def path(self, stage: str, **names: str) -> Path:
+        return self.root / record_path(stage, self.names | names)
+
+    def write(self, stage: str, body: dict[str, Any], **names: str) -> None:
+        record.write(self.path(stage, **names), body)
+
+    def contract(self, made: c.Contract) -> None:
+        record.write_bytes(self.path("export").with_name("contract.json"), made.to_json().encode())
+
+    def verify(self, program: str, of: Trace, seen: dict[str, np.ndarray], histories: tuple[str, ...] = ()) -> dict:
+        self.programs.append(program)
+        path = self.path("trace", program=program)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record.write(path, {"status": "ok"})
+        of.save(str(path.with_name("trace.npz")))
+        observed = self.path("build").parent / "observations" / f"{program}.npz"
+        observed.parent.mkdir(exist_ok=True)
+        with observed.open("wb") as file:
+            np.savez(file, **seen)
+        inputs = {"export": self.path("export"), f"trace.{program}": path, "observed": self.path("build")}
+        names = self.row | {"program": program}
+        job = Job("verify", names, {"program": {"histories": list(histories)}}, inputs, self.root)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        body = {"status": "ok", **verify.run(job)}
+        record.write(job.record, body)
+        return body
+
+    def judge(self, thresholds: dict[str, Any] = THRESHOLDS) -> dict[str, Any]:
+        inputs = {stage: self.path(stage) for stage in ("export", "check", "build")}
+        inputs |= {f"verify.{p}": self.path("verify", program=p) for p in self.programs}
+        job = Job("judge", self.row, {"thresholds": thresholds}, inputs, self.root)
+        body = {"status": "ok", **judge.run(job)}
+        record.write(job.record, body)
+        return body
+
+
+def judged(root: Path, change: Any = None, of: Trace | None = None, build: dict[str, Any] | None = None) -> dict:
+    """The verdict of a row of one program; `change(observation)` breaks it."""
+    results, of = Results(root), of or trace()
+    if build:
+        results.write("build", BUILD | build)
+    seen = observation(of)
+    if change:
+        change(seen)
+    results.verify("capital", of, seen)
+    return results.judge()
+
+
+def tabulated(root: Path, rows: list[dict[str, str]], sweep: str = "default") -> dict[str, Any]:
+    inputs = {f"judge.{n}": root / record_path("judge", row) for n, row in enumerate(rows)}
+    job = Job("tabulate", {"sweep": sweep}, {"rows": [list(row.values()) for row in rows]}, inputs, root)
+    return tabulate.run(job)

@@ -1,0 +1,300 @@
+"""judge: each gate holding and breaking, the reason, and the first place."""
+
+import numpy as np
+import pytest
+import synthetic
+from kvgate import causes, gates
+from synthetic import judged, off
+
+OF = synthetic.trace()
+
+
+def names(verdict, level):
+    return {g["name"] for g in verdict["gates"] if g["verdict"] == level}
+
+
+def test_a_perfect_row_passes_every_gate(tmp_path):
+    verdict = judged(tmp_path)
+    assert verdict["verdict"] == "pass"
+    assert verdict["reason"] == "all 9 gates hold"
+    assert verdict["first"] is None
+    assert names(verdict, "pass") == {"kv_l2", "disturbed", "logits_l2", "top1", "tokens"}
+    assert verdict["row"] == synthetic.ROW
+    assert verdict["announce"] == "pass    tiny cpu_managed fp16 rk3576 (simulator): all 9 gates hold"
+
+
+def scale(tensor, error, step=1, history="isolated"):
+    def change(seen):
+        seen[f"{history}/{tensor}"][step] = off(seen[f"{history}/{tensor}"][step], error)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(0.0049, "pass"), (0.0051, "warn"), (0.0099, "warn"), (0.0101, "fail")]
+)
+def test_kv_gate(tmp_path, error, expected):
+    verdict = judged(tmp_path, scale("value.1", error))
+    assert verdict["verdict"] == expected
+    if expected != "pass":
+        place = {k: verdict["first"][k] for k in ("stage", "gate", "history", "layer", "tensor", "step", "position")}
+        assert place == {
+            "stage": "verify",
+            "gate": "kv_l2",
+            "history": "isolated",
+            "layer": 1,
+            "tensor": "value",
+            "step": 1,
+            "position": 4,
+        }
+        limit = "1.00 %" if expected == "fail" else "0.50 %"
+        assert (
+            f"K/V delta {error:.2%}, allowed {limit} at layer 1 value, position 4".replace("%,", " %,")
+            in (verdict["reason"])
+        )
+
+
+@pytest.mark.parametrize(("error", "expected"), [(0.0049, "pass"), (0.0051, "fail")])
+def test_logits_gate(tmp_path, error, expected):
+    verdict = judged(tmp_path, scale("logits", error, step=8, history="forced"))
+    assert verdict["verdict"] == expected
+    if expected == "fail":
+        assert (verdict["first"]["gate"], verdict["first"]["position"]) == ("logits_l2", 8)
+
+
+def test_an_offset_breaks_the_raw_measure_only(tmp_path):
+    def change(seen):
+        for history in ("isolated", "forced"):
+            seen[f"{history}/logits"] += 0.5
+
+    assert judged(tmp_path, change)["verdict"] == "pass"
+    results = synthetic.Results(tmp_path)
+    results.programs = ["capital"]
+    raw = results.judge(synthetic.THRESHOLDS | {"logits_measure": "raw"})
+    assert raw["verdict"] == "fail"
+    assert "logits (raw)" in raw["reason"]
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.004, "pass"), (0.006, "warn"), (1.41, "fail")])
+def test_slots_that_should_be_as_fed(tmp_path, value, expected):
+    def change(seen):
+        seen["forced/disturbed"][7] = value
+
+    verdict = judged(tmp_path, change)
+    assert verdict["verdict"] == expected
+    if expected == "fail":
+        assert verdict["first"]["gate"] == "disturbed"
+        assert verdict["reason"].startswith("slots that the step does not write came back changed; other slots 141 %")
+
+
+def swapped(seen, margin, noise):
+    """Generated step 2: another token wins by a hair; the reference's margin there is `margin`, the error `noise`."""
+    position = synthetic.PROMPT + 1
+    row = seen["forced/logits"][position]
+    best = int(OF.tokens[position + 1])
+    other = (best + 1) % synthetic.VOCABULARY
+    row += noise * np.where(np.arange(synthetic.VOCABULARY) % 2, 1, -1)
+    row[other] = row[best] + 0.01
+    seen["free/tokens"] = np.append(OF.tokens[synthetic.PROMPT :][:2], other)
+    seen["free/diverged"] = np.array(2)
+
+
+def near(margin, noise, tmp_path, thresholds=None):
+    """A trace whose margin at that step is `margin`."""
+    of = synthetic.trace()
+    position = synthetic.PROMPT + 1
+    best = int(of.tokens[position + 1])
+    of.logits[position, (best + 1) % synthetic.VOCABULARY] = of.logits[position, best] - margin
+    results = synthetic.Results(tmp_path)
+    seen = synthetic.observation(of)
+    swapped(seen, margin, noise)
+    results.verify("capital", of, seen)
+    loose = synthetic.THRESHOLDS | {"logits_l2": {"pass": 1, "warn": 1}}
+    return results.judge(loose)
+
+
+def test_a_near_tie_warns(tmp_path):
+    verdict = near(0.1, 0.3, tmp_path)
+    assert verdict["verdict"] == "warn"
+    assert names(verdict, "warn") == {"top1", "tokens"}
+    assert "near tie: token" in verdict["reason"]
+    assert verdict["figures"]["diverged"]["step"] == 2
+    assert verdict["figures"]["diverged"]["margin"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_change_beyond_the_error_fails(tmp_path):
+    verdict = near(0.1, 0.001, tmp_path)
+    assert verdict["verdict"] == "fail"
+    assert names(verdict, "fail") == {"top1", "tokens"}
+    assert "near tie" not in verdict["reason"]
+
+
+def test_an_end_that_differs_fails_without_a_divergence(tmp_path):
+    def change(seen):
+        seen["free/tokens"] = np.append(seen["free/tokens"], 3)
+
+    assert judged(tmp_path, change)["verdict"] == "fail"
+
+
+@pytest.mark.parametrize(("value", "kind"), [(np.nan, "nan"), (np.inf, "inf"), (0, "all_zero"), (3, "all_equal")])
+def test_strange_outputs_fail_by_their_own_name(tmp_path, value, kind):
+    def change(seen):
+        seen["forced/logits"][9] = value
+
+    verdict = judged(tmp_path, change)
+    assert verdict["verdict"] == "fail"
+    assert kind in names(verdict, "fail")
+    assert verdict["first"]["position"] == 9
+
+
+def test_a_permuted_tensor_is_the_reason(tmp_path):
+    def change(seen):
+        for history in ("isolated", "forced"):
+            k = seen[f"{history}/key.1"]
+            seen[f"{history}/key.1"] = k.transpose(0, 2, 1).reshape(k.shape)
+
+    verdict = judged(tmp_path, change)
+    assert verdict["reason"].startswith("values permuted, not imprecise: key of layer 1 written as (channels, heads)")
+    assert (verdict["first"]["gate"], verdict["first"]["layer"]) == ("kv_l2", 1)
+
+
+def test_a_row_without_a_comparison_fails(tmp_path):
+    results = synthetic.Results(tmp_path)
+    verdict = results.judge()
+    assert (verdict["verdict"], verdict["reason"]) == ("fail", "no comparison was made")
+
+
+def test_the_first_place_is_isolated_before_forced_and_early_before_late(tmp_path):
+    def change(seen):
+        scale("key.0", 0.5, step=2, history="forced")(seen)
+        scale("value.2", 0.1, step=3)(seen)
+        scale("value.1", 0.1, step=2)(seen)
+        scale("key.2", 0.9, step=2)(seen)
+
+    first = judged(tmp_path, change)["first"]
+    assert (first["history"], first["step"], first["layer"], first["tensor"]) == ("isolated", 2, 1, "value")
+    assert first["value"] == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", ["export", "check", "build", "verify"])
+def test_a_blocked_input_blocks_the_row_for_its_reason(tmp_path, stage):
+    results = synthetic.Results(tmp_path)
+    results.verify("capital", OF, synthetic.observation(OF))
+    body = {"status": "blocked", "reason": "build: no memory", "findings": [{"kind": "error", "text": "x"}]}
+    results.write(stage, body | ({"blocked_by": "trace"} if stage == "verify" else {}), program="capital")
+    verdict = results.judge()
+    assert (verdict["verdict"], verdict["reason"]) == ("blocked", "build: no memory")
+    assert verdict["first"] == {"stage": "trace" if stage == "verify" else stage}
+    assert verdict["findings"] == body["findings"]
+    assert verdict["announce"] == "blocked tiny cpu_managed fp16 rk3576 (simulator): build: no memory"
+
+
+def test_no_reason_is_ever_empty(tmp_path):
+    results = synthetic.Results(tmp_path)
+    results.write("build", {"status": "blocked", "reason": "", "findings": []})
+    assert results.judge()["reason"] == "build gave no reason"
+
+
+def test_findings_risks_and_figures_are_carried_over(tmp_path):
+    verdict = judged(tmp_path, build={"findings": [{"kind": "unknown_target", "text": "2 operators"}]})
+    assert verdict["risks"] == synthetic.BUILD["risks"]
+    assert verdict["findings"] == [{"kind": "unknown_target", "text": "2 operators"}]
+    figures = verdict["figures"]
+    assert figures["history_bytes"] == 4 * 3 * 2 * synthetic.TOKENS * 2 * 8  # float32: the build names no boundary
+    assert figures["top1_equal"] == figures["top1_of"] == 27
+    assert figures["tokens"] == dict.fromkeys(("0", "1", "2", "3", "16", "end"), "1/1")
+
+
+def test_bytes_follow_the_artifacts_boundary(tmp_path):
+    names_ = [t.name for t in synthetic.contract().cache_inputs()]
+    build = {"boundary": {"inputs": [{"name": n, "dtype": "float16"} for n in names_]}}
+    assert judged(tmp_path, build=build)["figures"]["history_bytes"] == 2 * 3 * 2 * synthetic.TOKENS * 2 * 8
+
+
+def test_a_moved_threshold_changes_the_verdict_from_the_same_metrics(tmp_path):
+    verdict = judged(tmp_path, scale("value.1", 0.02))
+    assert verdict["verdict"] == "fail"
+    results = synthetic.Results(tmp_path)
+    results.programs = ["capital"]
+    moved = synthetic.THRESHOLDS | {"kv_l2": {"pass": 0.03, "warn": 0.05}}
+    assert results.judge(moved)["verdict"] == "pass"
+
+
+# Causes: found by evidence
+
+
+RANGE = [{"kind": "fp16_range", "text": "61 values left float16, the first in pow-rs"}]
+
+
+def zeros_from_layer_1(seen):
+    for history in ("isolated", "forced"):
+        seen[f"{history}/logits"][...] = 0
+        for layer in (1, 2):
+            for name in ("key", "value"):
+                seen[f"{history}/{name}.{layer}"][...] = 0
+
+
+def test_an_unfused_norm_beyond_float16_is_the_cause(tmp_path):
+    build = {"findings": RANGE, "cpu_operators": {"Div": 61, "Gather": 1, "Sqrt": 61}}
+    verdict = judged(tmp_path, zeros_from_layer_1, build=build)
+    assert verdict["verdict"] == "fail"
+    assert verdict["cause"] == (
+        "values leave float16's range in norms that were not fused (61 Div, 61 Sqrt on the CPU), "
+        "all zero from layer 1 on"
+    )
+    assert verdict["reason"].startswith(verdict["cause"])
+    assert (verdict["first"]["layer"], verdict["first"]["position"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "build", [{"findings": RANGE}, {"cpu_operators": {"Div": 61}}, {"findings": RANGE, "cpu_operators": {"Gather": 2}}]
+)
+def test_half_the_evidence_is_not_that_cause(tmp_path, build):
+    assert "norm" not in judged(tmp_path, zeros_from_layer_1, build=build)["reason"]
+
+
+def test_a_range_warning_alone_does_not_colour_a_row(tmp_path):
+    assert judged(tmp_path, build={"findings": RANGE, "cpu_operators": {"Div": 61}})["verdict"] == "pass"
+
+
+def test_only_the_first_token(tmp_path):
+    verdict = judged(tmp_path, scale("value.1", 0.0087, step=0))
+    assert verdict["verdict"] == "warn"
+    assert verdict["reason"].startswith(
+        "only the first token, whose cache is empty: the arithmetic, not the cache; K/V"
+    )
+    later = judged(tmp_path / "later", lambda seen: [scale("value.1", 0.0087, step=n)(seen) for n in (0, 2)])
+    assert "only the first token" not in later["reason"]
+
+
+def test_errors_that_only_add_up(tmp_path):
+    verdict = judged(tmp_path, scale("key.2", 0.2, step=20, history="forced"))
+    assert verdict["cause"] == "every step is right by itself, the errors add up in the cache"
+    verdict = judged(tmp_path / "own", scale("key.2", 0.2))
+    assert verdict["cause"] == "off with the reference's own cache: the arithmetic of fp16"
+
+
+def evidence(**changes):
+    first = {"gate": "kv_l2", "history": "isolated", "position": 90}
+    return causes.Evidence(**({"first": first, "broken": [("isolated", 90)], "steps": [("isolated", 90)]} | changes))
+
+
+def test_angles_in_the_graph():
+    drift = {"early": 0.002, "late": 0.015}
+    assert "grows with the position (0.2 % early, 1.5 % late)" in causes.explain(evidence(roles=["ids"], **drift))
+    assert "grows" not in causes.explain(evidence(roles=["rotation"], **drift))
+    assert "grows" not in causes.explain(evidence(roles=["ids"], early=0.002, late=0.003))
+
+
+def test_integers_at_the_boundary_and_random_weights():
+    assert causes.explain(evidence(boundary=["float16", "int8"], mask=-100.0)) == "activations and cache are int8"
+    coarse = causes.explain(evidence(boundary=["int8"], mask=-1e4))
+    assert coarse == "activations and cache are int8, and the mask of -10000 leaves scores no resolution"
+    assert "mask" not in causes.explain(evidence(boundary=["float16"], mask=-1e4))
+    random = evidence(findings=[{"kind": "random_weights", "text": ""}])
+    assert causes.explain(random) == "the toolkit put random weights in place of missing ones"
+
+
+def test_a_verdict_of_nothing_raises():
+    with pytest.raises(ValueError, match="empty"):
+        gates.worst([])

@@ -1,0 +1,178 @@
+"""tabulate, the table in a terminal, the gate, and what is shipped."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import synthetic
+from kvgate import record, table
+from kvgate.job import record_path
+from kvgate.sweep import Row
+from kvgate.table import gate, main
+
+OF = synthetic.trace()
+QUANTS = ("fp16", "w4a16", "w8a8", "broken")
+ROWS = [synthetic.ROW | {"quant": q} for q in QUANTS]
+ERRORS = {"fp16": 0.0, "w4a16": 0.007, "w8a8": 0.7}
+
+
+def one(root, row, error):
+    results = synthetic.Results(root, row)
+    if error is None:
+        results.write("build", {"status": "blocked", "reason": "build: IndexError | in a rule", "findings": []})
+    seen = synthetic.observation(OF)
+    seen["isolated/key.1"][1] = synthetic.off(seen["isolated/key.1"][1], error or 0)
+    results.verify("capital", OF, seen)
+    return results.judge()
+
+
+@pytest.fixture
+def root(tmp_path):
+    for row in ROWS:
+        one(tmp_path, row, ERRORS.get(row["quant"]))
+    return tmp_path
+
+
+def rows(these=ROWS):
+    return [Row(**row) for row in these]
+
+
+def test_one_row_a_tuple_with_every_column(root):
+    body = synthetic.tabulated(root, ROWS)
+    with (root / "tables/default/acceptance.tsv").open() as file:
+        read = list(csv.DictReader(file, delimiter="\t"))
+    assert [r["verdict"] for r in read] == ["pass", "warn", "fail", "blocked"]
+    assert body["counts"] == {"pass": 1, "warn": 1, "fail": 1, "blocked": 1}
+    assert body["rows"] == read
+    fail = read[2]
+    assert float(fail["kv_l2_worst"]) == pytest.approx(0.7, rel=1e-5)
+    place = [fail[f"kv_worst_{x}"] for x in ("layer", "tensor", "position", "history")]
+    assert place == ["1", "key", "4", "isolated"]
+    assert (fail["top1"], fail["tokens_16"], fail["tokens_end"]) == ("27/27", "1/1", "1/1")
+    assert fail["predicted_cycles"] == "36400000"
+    assert fail["risks"] == "F1 rank-4 cache: may be misread on a board"
+    assert read[3]["reason"] == "build: IndexError | in a rule"
+    assert read[3]["kv_l2_worst"] == ""
+    assert all(r["reason"] for r in read)
+
+
+def test_the_markdown_is_rounded_and_has_no_stray_bars(root):
+    synthetic.tabulated(root, ROWS)
+    lines = (root / "tables/default/acceptance.md").read_text().splitlines()
+    assert lines[0] == "# Sweep default: 1 pass, 1 warn, 1 fail, 1 blocked"
+    tables = [line.replace("\\|", "") for line in lines if line.startswith("|")]
+    assert len({line.count("|") for line in tables}) == 1
+    assert "| 70.00 % |" in tables[4]
+    assert "| 36.4 |" in tables[2]
+    assert "| 278.0 |" in tables[2]
+
+
+def test_green_rows_are_shipped_with_what_a_runtime_needs(root):
+    body = synthetic.tabulated(root, ROWS)
+    folder = "ship/default/tiny/plain/cpu_managed/rk3576/{}/simulator"
+    assert body["shipped"] == [folder.format("fp16"), folder.format("w4a16")]
+    shipped = root / folder.format("w4a16")
+    names = sorted(p.name for p in shipped.iterdir())
+    assert names == ["contract.json", "graph_contract.json", "host.npz", "model.rknn", "tokenizer.json", "verdict.json"]
+    assert (shipped / "model.rknn").read_text() == "model.rknn of w4a16"
+    assert (shipped / "model.rknn").stat().st_nlink == 2
+
+
+def test_a_row_that_turns_red_is_shipped_no_more_and_other_sweeps_stay(root):
+    synthetic.tabulated(root, ROWS)
+    synthetic.tabulated(root, ROWS[:1], "other")
+    one(root, ROWS[0], 0.7)
+    body = synthetic.tabulated(root, ROWS)
+    assert [Path(x).parts[-2] for x in body["shipped"]] == ["w4a16"]
+    assert [p.name for p in (root / "ship/default/tiny/plain/cpu_managed/rk3576").iterdir()] == ["w4a16"]
+    assert (root / "ship/other/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").exists()
+
+
+def test_a_rebuilt_artifact_replaces_the_link(root):
+    synthetic.tabulated(root, ROWS)
+    built = root / record_path("build", ROWS[0] | {"part": "decode"})
+    record.write_bytes(built.with_name("model.rknn"), b"new")
+    synthetic.tabulated(root, ROWS)
+    assert (root / "ship/default/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").read_bytes() == b"new"
+
+
+def test_onnxruntime_rows_have_no_artifact_to_ship(tmp_path):
+    row = synthetic.ROW | {"platform": "host", "quant": "fp32", "backend": "onnxruntime"}
+    results = synthetic.Results(tmp_path, row)
+    results.verify("capital", OF, synthetic.observation(OF))
+    results.write("build", {"status": "ok"})
+    assert results.judge()["verdict"] == "pass"
+    assert synthetic.tabulated(tmp_path, [row])["shipped"] == []
+
+
+def test_equal_work_gives_equal_bytes_wherever_it_lies(root, tmp_path_factory):
+    first = synthetic.tabulated(root, ROWS)
+    assert str(root) not in str(first)
+    other = tmp_path_factory.mktemp("a") / root.name
+    root.rename(other)
+    assert synthetic.tabulated(other, ROWS) == first
+
+
+def test_the_end_says_where_to_look_and_what_to_ship(root, capsys):
+    assert main(root, "default", rows()) == 0
+    out = capsys.readouterr().out
+    assert "1 pass, 1 warn, 1 fail, 1 blocked" in out
+    assert f"see {root}/models/tiny/rows/plain/cpu_managed/rk3576/w8a8/simulator/verdict.json" in out
+    assert f"ship (pass): {root}/ship/default/tiny/plain/cpu_managed/rk3576/fp16/simulator" in out
+    assert out.splitlines()[0] == "tiny plain rk3576 simulator"
+    assert synthetic.tabulated(root, ROWS)["announce"].count("\n") > 5
+
+
+def test_the_table_shows_what_there_is(root, capsys):
+    (root / record_path("judge", ROWS[2])).unlink()
+    main(root, "default", rows())
+    out = capsys.readouterr().out
+    assert "1 pass, 1 warn, 0 fail, 1 blocked, 1 not there yet" in out
+    assert "w8a8" not in out
+    assert main(root / "none", "default", rows()) == 1
+    assert "no row is finished yet, 4 planned" in capsys.readouterr().err
+
+
+def test_the_best_row_is_green_then_cheap():
+    def verdict(name, cycles, file=1):
+        return {"verdict": name, "figures": {"cycles": cycles, "traffic_bytes": 1, "artifact_bytes": file}}
+
+    assert table.best_row([verdict("warn", 1), verdict("pass", 9), verdict("pass", 8)])["figures"]["cycles"] == 8
+    assert table.best_row([verdict("warn", 3), verdict("fail", 1)])["verdict"] == "warn"
+    assert table.best_row([verdict("fail", 1), verdict("pass", 1, None)]) is None
+
+
+@pytest.mark.parametrize(
+    ("require", "code", "lines"),
+    [
+        ([], 1, 3),
+        ([{"quant": "fp16"}], 0, 1),
+        ([{"quant": ["fp16", "w8a8"]}], 1, 1),
+        ([{"quant": "w4a16", "strategy": "cpu_managed"}], 1, 1),
+        ([{"quant": "fp16"}, {"quant": "nothing"}], 1, 1),
+    ],
+)
+def test_gate(root, capsys, require, code, lines):
+    assert gate(root, rows(), require) == code
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+def test_gate_on_nothing_is_no_pass(root, capsys):
+    assert gate(root, [], []) == 1
+    (root / record_path("judge", ROWS[0])).unlink()
+    assert gate(root, rows(), [{"quant": "fp16"}]) == 1
+    assert "missing: tiny/plain/cpu_managed/rk3576/fp16/simulator: not judged yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["stages.verify", "stages.judge", "stages.tabulate", "table", "causes", "metrics"])
+def test_nothing_heavy_is_imported(module):
+    code = f"import kvgate.{module}, sys; print(*sys.modules)"
+    path = Path(__file__).parent.parent / "workflow"
+    out = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(path)}, capture_output=True, text=True)
+    loaded = set(out.stdout.split())
+    assert f"kvgate.{module}" in loaded
+    assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "rknn"}
+    if module in ("stages.tabulate", "table", "causes"):
+        assert "numpy" not in loaded
