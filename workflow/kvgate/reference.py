@@ -9,6 +9,8 @@ import torch
 
 from kvgate.observe import Trace
 
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # transformers' names of layer types
+
 
 def load(folder: Path) -> Any:
     """A checkpoint folder's model: float32, eager attention, nothing from the network."""
@@ -71,6 +73,7 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
     """
     from transformers import DynamicCache
 
+    refuse_other_caches(model.config)
     cache = DynamicCache()
     with torch.inference_mode():
         keep = 0 if logits else 1  # 0: all
@@ -85,6 +88,16 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
     if not keys:
         raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
     return (scores[0].float().numpy().copy() if logits else None), keys, values
+
+
+def refuse_other_caches(config: Any) -> None:
+    """Raises ValueError where a layer keeps something else than K and V of every token (a state, a convolution)."""
+    text = config.get_text_config()
+    if not getattr(text, "num_attention_heads", None):
+        raise ValueError(f"{text.model_type}: got no attention heads, allowed: attention in every layer")
+    for i, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in ATTENTION:
+            raise ValueError(f"{text.model_type}: layer {i}: got {kind!r}, allowed: {', '.join(ATTENTION)}")
 
 
 def distinct_heads(cached: torch.Tensor, config: Any) -> torch.Tensor:
