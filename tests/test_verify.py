@@ -108,7 +108,14 @@ def test_perplexity_of_a_text_beside_the_reference():
     worse, _ = compared(flat, of)
     assert worse["perplexity"]["value"] == pytest.approx(synthetic.VOCABULARY, rel=1e-3)
     assert worse["perplexity"]["reference"] == pytest.approx(expected, rel=1e-4)
-    assert worse["histories"]["forced"]["kl"] > 1
+    assert worse["perplexity"]["kl"] == worse["histories"]["forced"]["kl"] > 1
+
+
+def test_a_text_that_only_ran_isolated_has_no_perplexity():
+    """Its positions are spread over the context: not the text's perplexity."""
+    of = synthetic.trace(text=True)
+    seen = {k: v for k, v in synthetic.observation(of).items() if not k.startswith("forced")}
+    assert compare.compare(synthetic.contract(), of, seen)[0]["perplexity"] is None
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "nan"), (np.inf, "inf"), (0, "all_zero"), (3, "all_equal")])

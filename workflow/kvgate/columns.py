@@ -75,7 +75,7 @@ COLUMNS: tuple[Column, ...] = (
     ("diverged_error", _get("figures", "diverged", "error"), _text),
     ("perplexity", _get("figures", "perplexity", "value"), _text),
     ("perplexity_reference", _get("figures", "perplexity", "reference"), _text),
-    ("kl", _get("figures", "kl"), _text),
+    ("kl", _get("figures", "perplexity", "kl"), _text),
     ("cpu_operators", _cpu, str),
     ("rows", _get("figures", "rows"), str),
     ("predicted_cycles", _get("figures", "cycles"), str),

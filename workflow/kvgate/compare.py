@@ -59,8 +59,8 @@ def compare(contract: Contract, trace: Trace, seen: Mapping[str, Array]) -> tupl
     body: dict[str, Any] = {"histories": histories, "findings": findings, "free": None, "perplexity": None}
     if "free/tokens" in seen and trace.prompt < len(trace.tokens):  # a text generates nothing
         body["free"] = free(trace, seen, measured.get("forced"))
-    if trace.prompt == len(trace.tokens):
-        body["perplexity"] = text(trace, seen, "forced" if "forced" in measured else "isolated")
+    if trace.prompt == len(trace.tokens) and "forced" in measured:
+        body["perplexity"] = text(trace, seen) | {"kl": histories["forced"]["kl"]}
     return body, arrays
 
 
@@ -199,20 +199,19 @@ def free(trace: Trace, seen: Mapping[str, Array], forced: Steps | None) -> dict[
     }
 
 
-def text(trace: Trace, seen: Mapping[str, Array], history: str) -> dict[str, Any]:
-    """Perplexity of a teacher-forced text beside the reference's on the same positions."""
+def text(trace: Trace, seen: Mapping[str, Array]) -> dict[str, Any]:
+    """Perplexity of a teacher-forced text, with the graph's own cache, beside the reference's on the same positions."""
     assert trace.logits is not None
-    positions = seen[f"{history}/positions"]
+    positions = seen["forced/positions"]
     rows = np.flatnonzero(positions < len(trace.tokens) - 1)
     if not len(rows):
-        raise ValueError(f"{history}: got no position with a next token, allowed: at least one")
-    logits, mine, theirs = seen[f"{history}/logits"], [], []
+        raise ValueError("forced: got no position with a next token, allowed: at least one")
+    logits, mine, theirs = seen["forced/logits"], [], []
     for n in rows:
         p = positions[n]
         mine.append(metrics.surprise(logits[n : n + 1], trace.tokens[p + 1 : p + 2])[0])
         theirs.append(metrics.surprise(trace.logits[p : p + 1], trace.tokens[p + 1 : p + 2])[0])
     return {
-        "history": history,
         "tokens": len(rows),
         "value": number(metrics.perplexity(np.array(mine))),
         "reference": number(metrics.perplexity(np.array(theirs))),
