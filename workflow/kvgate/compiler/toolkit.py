@@ -56,7 +56,7 @@ def compile(
     started = time.monotonic()
     with log_file.open("wb") as out:
         process = subprocess.Popen(
-            [*command, str(path)],
+            [*command, str(path.resolve())],
             cwd=folder,
             env=environment(folder),
             stdin=subprocess.DEVNULL,
