@@ -1,4 +1,5 @@
 import ast
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_a_good_machine_has_no_problem():
 def test_what_is_in_the_way_is_one_line(change, says):
     reason = preflight.problem(replace(GOOD, **change))
     assert reason and says in reason and "needed: " in reason and "\n" not in reason
+
+
+def test_by_itself_before_anything_is_installed():
+    done = subprocess.run([sys.executable, "-I", "-S", preflight.__file__], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    program = "import platform, runpy, sys; platform.machine = lambda: 'aarch64'; "
+    program += "runpy.run_path(sys.argv[1], None, '__main__')"
+    done = subprocess.run([sys.executable, "-I", "-c", program, preflight.__file__], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "kvgate preflight: machine: got Linux on aarch64, needed: Linux on x86_64, where the toolkit runs\n"
+    )
 
 
 def test_a_package_that_is_not_installed(monkeypatch):

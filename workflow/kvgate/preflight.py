@@ -1,8 +1,15 @@
-"""What this machine offers, in one line, and why the toolkit cannot run here, if so. Standard library only."""
+"""What this machine offers, in one line, and why the toolkit cannot run here, if so.
+
+Standard library only, and no syntax of a late Python at run time: make runs this file by itself, with whatever Python
+there is, before it installs anything.
+"""
+
+from __future__ import annotations
 
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -52,6 +59,14 @@ def lines(found: Machine | None = None) -> list[str]:
 def problem(found: Machine | None = None) -> str | None:
     """One line where the toolkit cannot run here: what was got, what is needed. None where nothing is in the way."""
     m = found or machine()
+    missing = [name for name, version in m.versions.items() if version == "missing"]
+    if missing and not machine_problem(m):
+        return f"packages: got no {', '.join(missing)}, needed: those of envs/lock.txt (make installs them)"
+    return machine_problem(m)
+
+
+def machine_problem(m: Machine) -> str | None:
+    """As `problem`, before anything is installed."""
     if m.system != "Linux" or m.processor not in ("x86_64", "AMD64"):
         return f"machine: got {m.system} on {m.processor}, needed: Linux on x86_64, where the toolkit runs"
     if not m.python.startswith("3.11."):
@@ -60,9 +75,6 @@ def problem(found: Machine | None = None) -> str | None:
         return f"C library: got glibc {m.glibc or 'none'}, needed: glibc {GLIBC[0]}.{GLIBC[1]} or newer"
     if m.memory < MEMORY:
         return f"memory: got {m.memory:.1f} GB, needed: {MEMORY:.0f} GB (a build peaks at 3.9 GB)"
-    missing = [name for name, version in m.versions.items() if version == "missing"]
-    if missing:
-        return f"packages: got no {', '.join(missing)}, needed: those of envs/lock.txt (run `make run`)"
     return None
 
 
@@ -97,3 +109,8 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "missing"
+
+
+if __name__ == "__main__":
+    found = machine_problem(machine())
+    sys.exit(f"kvgate preflight: {found}" if found else 0)
