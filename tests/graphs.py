@@ -8,7 +8,6 @@ from typing import Any
 
 import families
 import numpy as np
-
 from kvgate import record
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
