@@ -1,4 +1,4 @@
-"""Source `gguf`: a local .gguf file, {"kind": "gguf", "path": file, "sha256": optional}.
+"""Source `gguf`: a local .gguf file, {"kind": "gguf", "path": file, "sha256": optional, "licence": optional}.
 
 transformers' own loader reads weights and tokenizer. Quantized tensors become float32: every value of the file's
 grids is exact there, float16 would round scale times code.
@@ -26,7 +26,8 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     model, tokenizer = _load(path)
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
-    return {"revision": folder.sha256(path), "licence": _licence(path)}
+    licence = source.get("licence") or _licence(path)  # reading it takes seconds: the whole file header is parsed
+    return {"revision": folder.sha256(path), "licence": licence}
 
 
 def _load(path: Path) -> tuple[Any, Any]:

