@@ -268,10 +268,26 @@ def test_only_the_first_token(tmp_path):
 
 
 def test_errors_that_only_add_up(tmp_path):
-    verdict = judged(tmp_path, scale("key.2", 0.2, step=20, history="forced"))
-    assert verdict["cause"] == "every step is right by itself, the errors add up in the cache"
+    change = scale("key.2", 0.2, step=20, history="forced")
+    verdict = judged(tmp_path, change)
+    assert verdict["cause"] == (
+        "the arithmetic of fp16, not the cache: 2e-06 in float32; every step tried holds "
+        "with the reference's cache, the rounding adds up"
+    )
+    results = synthetic.Results(tmp_path)
+    results.programs = ["capital"]
+    results.write("check", {"status": "ok", "findings": [], "programs": {}})
+    assert results.judge()["cause"] == "steps hold with the reference's cache, errors add up with the own one"
     verdict = judged(tmp_path / "own", scale("key.2", 0.2))
     assert verdict["cause"] == "off with the reference's own cache: the arithmetic of fp16"
+
+
+def test_a_cache_that_was_touched_is_not_acquitted(tmp_path):
+    def change(seen):
+        scale("key.2", 0.2, step=20, history="forced")(seen)
+        seen["forced/disturbed"][21] = 0.2
+
+    assert "not the cache" not in judged(tmp_path, change)["reason"]
 
 
 def evidence(**changes):

@@ -124,7 +124,7 @@ def _change(change: Mapping[str, Any]) -> str:
     margin, error = change.get("margin"), change.get("error")
     if margin is None or error is None:
         return text
-    return text + f" (margin {margin:.3g}, logits' error {error:.3g})"
+    return text + f" (margin {margin:.4g}, logits' error {error:.4g})"
 
 
 def _top1(program: str, history: str, top1: Mapping[str, Any]) -> Gate:

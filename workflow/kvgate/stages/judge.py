@@ -65,8 +65,8 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     first = broken[0] if broken else None
     place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name} if first else {}
     place |= first.first if first else {}
-    evidence = _evidence(contract, build, findings, arrays, found, place)
-    cause = causes.explain(_as_built(job, evidence)) if first else ""
+    evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place))
+    cause = causes.explain(replace(evidence, check=_checked(inputs["check"]))) if first else ""
     return {
         "verdict": verdict,
         "reason": _reason(verdict, first, cause, found),
@@ -111,6 +111,7 @@ def _evidence(
     early, late = _early_late(arrays)
     return causes.Evidence(
         first=place,
+        gates=sorted({g.name for g in found if g.verdict != "pass"}),
         findings=findings,
         cpu_operators=build.get("cpu_operators", {}),
         roles=[t.role for t in contract.inputs],
@@ -129,6 +130,12 @@ def _as_built(job: Job, evidence: causes.Evidence) -> causes.Evidence:
     identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
     dtype = identity["quant"].get("config", {}).get("quantized_dtype", "fp16")
     return replace(evidence, dtype=dtype, mask=identity["mask_value"])
+
+
+def _checked(check: dict[str, Any]) -> float | None:
+    """The check's worst L2, of logits and K/V; None where it compared nothing or something that is not finite."""
+    values = [facts[name] for facts in check.get("programs", {}).values() for name in ("logits_l2", "kv_l2")]
+    return max(values) if values and None not in values else None
 
 
 def _early_late(arrays: dict[str, dict[str, Array]]) -> tuple[float | None, float | None]:
