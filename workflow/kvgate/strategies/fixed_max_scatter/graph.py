@@ -22,17 +22,18 @@ def write(history: Tensor, new: Tensor, axis: int, extra: dict[str, Any]) -> tup
     name = f"index {tuple(new.shape)} {axis}"
     if name not in extra:  # the same for every layer of one shape: computed once in the graph
         extra[name] = _index(new, axis, extra[c.SLOT])
-    buffer = _ScatterND.apply(history, extra[name], new)
+    buffer = _ScatterND.apply(history, extra[name], new.reshape(-1, *new.shape[axis + 1 :]))
     return buffer, buffer
 
 
 def _index(new: Tensor, axis: int, slot: Tensor) -> Tensor:
-    """[.., axis + 1]: where each element (axis last) or row of `new` goes, the slot in the last place."""
-    leading = [torch.arange(n) for n in new.shape[:axis]]
-    grid = torch.stack([*torch.meshgrid(*leading, torch.arange(1), indexing="ij")], -1)
-    unit = torch.zeros(axis + 1, dtype=torch.int64)
-    unit[axis] = 1
-    return grid + unit * slot
+    """[N, axis + 1]: where each element (axis last) or row of `new` goes, the slot in the last place.
+
+    Rank 2, as the compiler (2.5.0) fails on a product of rank 5.
+    """
+    leading = torch.meshgrid(*(torch.arange(n) for n in new.shape[:axis]), indexing="ij")
+    rows = torch.stack([x.flatten() for x in leading], 1)
+    return torch.cat([rows, slot.expand(len(rows))[:, None]], 1)
 
 
 class _ScatterND(torch.autograd.Function):
