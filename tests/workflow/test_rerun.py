@@ -1,0 +1,187 @@
+"""Rerun only what changed, on the real workflow: the expected jobs of every edit are written by hand.
+
+The tiny sweep has two strategies (cpu_managed, fixed_max_blend), two quants (fp16, w8a8), a chat and a text, and two
+calibration texts that only w8a8 reads: 27 jobs.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+Edit = Callable[[Path], None]
+
+
+def append(path: str, text: str) -> Edit:
+    def edit(root: Path) -> None:
+        with (root / path).open("a") as file:
+            file.write(text)
+
+    return edit
+
+
+def replace(path: str, old: str, new: str) -> Edit:
+    def edit(root: Path) -> None:
+        text = (root / path).read_text()
+        assert old in text, f"{path} has no {old!r}"
+        (root / path).write_text(text.replace(old, new))
+
+    return edit
+
+
+def version(package: str) -> Edit:
+    def edit(root: Path) -> None:
+        lock = root / "envs/lock.txt"
+        text, count = re.subn(rf"(?m)^{package}==.*$", f"{package}==99.9", lock.read_text())
+        assert count == 1
+        lock.write_text(text)
+
+    return edit
+
+
+CODE = "\n\ndef added() -> int:\n    return 1\n"
+TEXT = "Another sentence changes what is read here, from the first word to the last one of them.\n"
+
+
+def write(path: str, text: str) -> Edit:
+    return lambda root: (root / path).write_text(text) and None
+
+
+def touch_everything(root: Path) -> None:
+    for path in root.rglob("*"):
+        if path.is_file() and "results" not in path.parts:
+            path.touch()
+
+
+ONE_STRATEGY = {"build": 2, "verify": 4, "judge": 2, "tabulate": 1}
+EDITS: dict[str, tuple[Edit, dict[str, int]]] = {
+    "nothing": (lambda root: None, {}),
+    "a strategy's graph half": (
+        append("workflow/kvgate/strategies/cpu_managed/graph.py", CODE),
+        {"export": 1, "check": 1, **ONE_STRATEGY},
+    ),
+    "a strategy's host half": (
+        append("workflow/kvgate/strategies/cpu_managed/host.py", CODE),
+        {"check": 1, **ONE_STRATEGY},
+    ),
+    "a strategy that the sweep has not": (append("workflow/kvgate/strategies/fixed_max_scatter/graph.py", CODE), {}),
+    "a quant's argument": (
+        replace("config/quants.yaml", "quantized_dtype: w8a8,", "quantized_dtype: w8a8, optimization_level: 2,"),
+        ONE_STRATEGY,  # two builds, of one quant
+    ),
+    "a threshold": (replace("config/thresholds.yaml", "warn: 0.01", "warn: 0.02"), {"judge": 4, "tabulate": 1}),
+    "a prompt": (
+        write("tests/texts/hi.txt", "ho\n"),
+        {"trace": 1, "check": 2, "build": 4, "verify": 8, "judge": 4, "tabulate": 1},
+    ),
+    "a calibration text": (write("tests/texts/calibration_a.txt", TEXT), {"trace": 1, **ONE_STRATEGY}),
+    "a text that nothing reads": (append("config/texts/spare_words.txt", TEXT), {}),
+    "the toolkit's version": (version("rknn-toolkit2"), {"build": 4, "verify": 8, "judge": 4, "tabulate": 1}),
+    "a linter's version": (version("ruff"), {}),
+    "the table's code": (append("workflow/kvgate/stages/tabulate.py", CODE), {"tabulate": 1}),
+    "the model's seed": (
+        replace("tests/workflow/tiny.yaml", "seed: 0", "seed: 1"),
+        {"fetch": 1, "trace": 4, "prepare": 1, "export": 2, "check": 2, "build": 4}
+        | {"verify": 8, "judge": 4, "tabulate": 1},
+    ),
+    "a comment in code that all stages share": (append("workflow/kvgate/contract.py", "\n# why not\n"), {}),
+    "a comment in a config": (append("config/quants.yaml", "# why not\n"), {}),
+    "touch": (touch_everything, {}),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_plans_exactly_its_jobs(repository, name):
+    edit, expected = EDITS[name]
+    edit(repository.path)
+    assert repository.planned() == expected
+
+
+def test_an_edit_with_an_old_date_is_seen(repository):
+    EDITS["a threshold"][0](repository.path)
+    os.utime(repository.path / "config/thresholds.yaml", (1e9, 1e9))
+    assert repository.planned() == EDITS["a threshold"][1]
+
+
+def test_the_dry_run_says_which_part_of_the_key_changed(repository):
+    EDITS["a quant's argument"][0](repository.path)
+    said = repository.snakemake("-n").stderr
+    assert "kvgate: sweep tiny: 4 rows, 27 jobs, 9 to do" in said
+    assert "build: 2 (config quant)" in said
+    assert "judge: 2 (what it reads)" in said
+
+
+def test_a_moved_threshold_runs_and_then_nothing_is_left(repository):
+    EDITS["a threshold"][0](repository.path)
+    done = repository.snakemake()
+    assert done.returncode == 0, done.stderr
+    assert repository.planned() == {}
+
+
+def test_a_refactoring_compiles_and_simulates_nothing(repository):
+    """Code that leaves graphs and observations alone: builds come out of the store."""
+    append("workflow/kvgate/export/surgery.py", CODE)(repository.path)
+    planned = repository.planned()
+    assert planned["build"] == 4
+    before = {p: p.stat().st_ino for p in (repository.path / "results").rglob("model.rknn")}
+    assert len(before) == 4
+    done = repository.snakemake()
+    assert done.returncode == 0, done.stderr
+    assert {p: p.stat().st_ino for p in (repository.path / "results").rglob("model.rknn")} == before
+    assert repository.planned() == {}
+
+
+def test_a_job_planned_before_an_edit_is_refused(repository):
+    from kvgate import record
+    from kvgate.contract import canonical
+
+    path = repository.path / "results/tables/tiny/acceptance.json"
+    key = canonical(record.read(path)["key"])
+    assert repository.kvgate("tabulate", key).returncode == 0
+    append("workflow/kvgate/stages/tabulate.py", CODE)(repository.path)
+    done = repository.kvgate("tabulate", key)
+    assert done.returncode == 2
+    assert "the code changed after this job was planned; run snakemake again" in done.stderr
+
+
+def test_audit_finds_what_snakemake_cannot_see(repository):
+    """A lost .snakemake, and a strategy edited: no metadata tells, the records do."""
+    shutil.rmtree(repository.path / ".snakemake")
+    EDITS["a strategy's host half"][0](repository.path)
+    assert repository.planned() == EDITS["a strategy's host half"][1]
+    done = repository.kvgate("audit", "--configfile", "tests/workflow/tiny.yaml")
+    assert done.returncode == 1
+    assert "27 results planned, 0 missing, 10 stale, 0 damaged" in done.stdout
+    done = repository.kvgate("audit", "--discard", "--configfile", "tests/workflow/tiny.yaml")
+    assert done.returncode == 0 and "10 removed" in done.stdout
+    assert repository.planned() == EDITS["a strategy's host half"][1]
+
+
+def test_copied_results_in_a_fresh_clone_are_adopted(built, checkout, tmp_path):
+    clone = checkout(tmp_path / "a_clone_with_a_longer_name")
+    shutil.copytree(built.path / "results", clone.path / "results", copy_function=shutil.copy)
+    for n, path in enumerate(reversed(clone.results())):  # the worst order of dates
+        os.utime(path, (1e9 + n, 1e9 + n))
+    done = clone.kvgate("audit", "--adopt", "--configfile", "tests/workflow/tiny.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "27 dated in order" in done.stdout
+    assert clone.planned() == {}
+    EDITS["a quant's argument"][0](clone.path)
+    assert clone.planned() == EDITS["a quant's argument"][1]
+
+
+def test_a_damaged_artifact_is_found_by_its_sha256(repository):
+    path = next((repository.path / "results").rglob("model.rknn"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()  # a hard link into the store and the other copies
+    path.write_bytes(data)
+    quick = repository.kvgate("audit", "--configfile", "tests/workflow/tiny.yaml")
+    assert quick.returncode == 0
+    deep = repository.kvgate("audit", "--deep", "--configfile", "tests/workflow/tiny.yaml")
+    assert deep.returncode == 1 and "damaged: " in deep.stdout and "missing or changed: model.rknn" in deep.stdout
