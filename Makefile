@@ -53,5 +53,5 @@ _venv:
 	@if cmp -s envs/lock.txt $(STAMP) && $(PY) -c ''; then touch $(STAMP); else \
 	  echo "installing envs/lock.txt into $(VENV) (1.6 GB, some minutes)" && \
 	  rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) && \
-	  $(PY) -m pip install -q --disable-pip-version-check --no-compile --no-deps -r envs/lock.txt && \
+	  $(PY) -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r envs/lock.txt && \
 	  cp envs/lock.txt $(STAMP).part && mv $(STAMP).part $(STAMP); fi
