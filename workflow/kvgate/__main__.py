@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
     store = commands.add_parser("store", help="size of the store of finished builds; prune it")
     store.add_argument("--prune", type=float, metavar="GB", help="remove the longest unused entries beyond this size")
     _folders(store)
+    bench = commands.add_parser("bench", help="what a sweep costs, and our graphs beside today's ways")
+    _folders(bench)
     commands.add_parser("preflight", help="whether this machine can run the toolkit")
     args = parser.parse_args(argv)
     try:
@@ -80,6 +82,10 @@ def _run(args: argparse.Namespace) -> int:
         from kvgate import store
 
         return store.main(args.results, args.prune)
+    if args.command == "bench":
+        from kvgate import bench
+
+        return bench.main(args.base, args.results)
     planned = plan.Plan(args.base, plan.sweep.override(args.configfile, args.config))
     if args.command == "audit":
         from kvgate import audit

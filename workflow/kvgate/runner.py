@@ -1,5 +1,6 @@
 """Runs one job: holds the key to the code and packages that are here, runs the stage, writes its record last."""
 
+import fcntl
 import importlib
 import os
 import resource
@@ -27,10 +28,10 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
     _hold(stage, key, base)
     inputs = {label: results / path for label, (path, _) in key["inputs"].items()}
     job = Job(stage, key["wildcards"], key["config"], inputs, results, base)
-    job.record.unlink(missing_ok=True)
     job.folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with _captured(log) as terminal, _heartbeat(job, log, terminal):
+    with _alone(job), _captured(log) as terminal, _heartbeat(job, log, terminal):
+        started = time.monotonic()
+        job.record.unlink(missing_ok=True)
         try:
             body = _body(job, key)
         except KeyboardInterrupt:
@@ -87,6 +88,20 @@ def _hold(stage: str, key: dict[str, Any], base: Path) -> None:
 def _peak_mb() -> int:
     """Peak memory of the largest process of this job, in MiB."""
     return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) // 1024
+
+
+@contextmanager
+def _alone(job: Job) -> Iterator[None]:
+    """One process at a time makes a result: a job that outlived a killed snakemake may still be at it."""
+    path = job.folder / f".{job.stage}.lock"
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{progress.title(job)}: another process is making this; waiting for it", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
