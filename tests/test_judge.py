@@ -239,8 +239,8 @@ def test_an_unfused_norm_beyond_float16_is_the_cause(tmp_path):
     verdict = judged(tmp_path, zeros_from_layer_1, build=build)
     assert verdict["verdict"] == "fail"
     assert verdict["cause"] == (
-        "values leave float16's range in norms that were not fused (61 Div, 61 Sqrt on the CPU), "
-        "all zero from layer 1 on"
+        "values leave float16's range in norms that were not fused (61 Div, 61 Sqrt on the CPU): "
+        "their outputs are zero, first in layer 1"
     )
     assert verdict["reason"].startswith(verdict["cause"])
     assert (verdict["first"]["layer"], verdict["first"]["position"]) == (1, 0)

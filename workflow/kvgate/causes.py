@@ -49,8 +49,11 @@ def out_of_range(e: Evidence) -> str:
         return ""
     left = ", ".join(f"{n} {name}" for name, n in sorted(norms.items(), key=lambda x: -x[1]))
     layers = [f["layer"] for f in zeros if f.get("layer") is not None]
-    where = f" from layer {min(layers)} on" if layers else ""
-    return f"values leave float16's range in norms that were not fused ({left} on the CPU), all zero{where}"
+    # Which layer is the first depends on the token: the first token's activations grow in early layers already.
+    where = f", first in layer {min(layers)}" if layers else ""
+    return (
+        f"values leave float16's range in norms that were not fused ({left} on the CPU): their outputs are zero{where}"
+    )
 
 
 def permuted(e: Evidence) -> str:
