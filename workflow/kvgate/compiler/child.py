@@ -78,6 +78,7 @@ def main(path: str) -> int:
     """Writes {"ok", "phase", "reason", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote a result."""
     request = Request(**json.loads(Path(path).read_text()))
     _die_with(request.parent)
+    _flush_lines()
     if request.memory:
         resource.setrlimit(resource.RLIMIT_DATA, (request.memory, request.memory))
     run, reason, facts = Run(request.progress), "", {}  # type: Run, str, dict[str, Any]
@@ -96,7 +97,6 @@ def main(path: str) -> int:
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "facts": facts,
     }
-    sys.stdout.flush()
     part = Path(request.result + ".part")
     part.write_text(json.dumps(result))
     part.replace(request.result)
@@ -203,6 +203,13 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
+
+
+def _flush_lines() -> None:
+    """Write the log line by line, Python's and the compiler's: a crash then loses none, and they do not mix."""
+    libc = ctypes.CDLL(None)
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # _IOLBF
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _prove_malloc() -> None:

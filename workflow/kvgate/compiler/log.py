@@ -8,6 +8,7 @@ from typing import Any
 from kvgate.record import finding
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_MARK = re.compile(r"\x1b\[[0-9;]*m([WE])\x1b\[0m")  # may follow a progress bar on the same line
 _STAMP = re.compile(r"^([DIWE]) RKNN: \[[0-9:.]+\] ?")
 _LEVEL = re.compile(r"^([WE]) (.*)$")
 
@@ -38,14 +39,14 @@ _PATTERNS = tuple((kind, re.compile(pattern), text) for kind, pattern, text in _
 # Printed on every build, whatever the graph.
 _HARMLESS = re.compile(
     r"config\.(mean|std)_values is None|need parameter qtype|(Set|Restore) temperate env|pkg_resources|"
-    r"default (out|in)put layout|inference: Inputs should be placed"
+    r"default (out|in)put layout|WARN\(\d+\)|rknn-toolkit2 version|Traceback \(most recent"
 )
 _MOST_WARNINGS = 10
 
 
 def lines(text: str) -> list[str]:
     """The log's lines without colours, progress bars and time stamps."""
-    plain = _COLOUR.sub("", text).replace("\r", "\n")
+    plain = _COLOUR.sub("", _MARK.sub(r"\n\1", text)).replace("\r", "\n")
     return [_STAMP.sub(r"\1 ", line).rstrip() for line in plain.split("\n") if line.strip()]
 
 
@@ -53,7 +54,7 @@ def findings(text: str) -> list[dict[str, Any]]:
     """Findings of a log: one a kind, with `count`; then errors, then warnings that no kind names."""
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
-    errors: list[str] = []
+    errors: list[str] = []  # true ones: the toolkit also prints its version and tracebacks as errors
     others: Counter[str] = Counter()
     for line in lines(text):
         known = next(((k, m) for k, p, _ in _PATTERNS if (m := p.search(line))), None)
@@ -62,25 +63,29 @@ def findings(text: str) -> list[dict[str, Any]]:
             counts[kind] += 1
             first.setdefault(kind, match.group(1))
         elif (level := _LEVEL.match(line)) and not _HARMLESS.search(line):
-            if level.group(1) == "E":
-                errors.append(level.group(2).strip())
-            else:
+            if level.group(1) == "W":
                 others[re.sub(r"'[^']*'|\d+", "#", level.group(2))[:160]] += 1
+            else:
+                errors.append(level.group(2).strip())
     found = [
         finding(kind, text.format(n=counts[kind], what=first[kind]), count=counts[kind])
         for kind, _, text in _PATTERNS
         if counts[kind]
     ]
     if errors:
-        found.append(finding("error", errors[-1][:300], count=len(errors)))
-    found += [finding("warning", t, count=n) for t, n in others.most_common(_MOST_WARNINGS)]
+        found.append(finding("error", bare(errors[-1])[:300], count=len(errors)))
+    found += [finding("warning", bare(t), count=n) for t, n in others.most_common(_MOST_WARNINGS)]
     return found
+
+
+def bare(text: str) -> str:
+    """The text with file names instead of absolute paths: a record is the same wherever it was made."""
+    return re.sub(r"(?<![\w.])(?:/[^\s/'\"]+)*/(?=[^\s/'\"]+)", "", text)
 
 
 def last_error(text: str) -> str:
     """The last error line, empty where there is none."""
-    errors = [x for x in lines(text) if x.startswith("E ") and "Unkown op target" not in x]
-    return errors[-1][2:].strip()[:300] if errors else ""
+    return next((x["text"] for x in findings(text) if x["kind"] == "error"), "")
 
 
 @dataclass(frozen=True)

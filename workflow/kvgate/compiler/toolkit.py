@@ -152,6 +152,7 @@ def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Out
         gates = result["facts"].get("gates", [])
         reason, kind = (gates[0]["text"], "gate") if gates else ("", "")
         return Outcome(reason, kind, gates, result["seconds"], result["peak"])
+    reason = log.bare(reason)
     found = [finding(kind, reason)]
     return Outcome(reason, kind, found, result.get("seconds", {}), result.get("peak", 0))
 

@@ -1,0 +1,146 @@
+"""Calibration samples: which states, and what is written for the toolkit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinygraph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvgate import calibration, record
+from kvgate.calibration import Sample
+from kvgate.observe import Trace
+from kvgate.strategies.cpu_managed.host import Host
+
+
+def ids(count: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {f"t{i}": rng.integers(0, 50, length) for i in range(count)}
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 12), st.data())
+def test_samples_cover_positions_and_texts(texts: int, capacity: int, data: st.DataObject) -> None:
+    found = ids(texts, capacity + 3)
+    most = len({(p, t[: p + 1].tobytes()) for t in found.values() for p in range(capacity)})
+    count = data.draw(st.integers(1, most))
+    samples = calibration.choose(found, capacity, count)
+    assert len({(s.position, found[s.text][: s.position + 1].tobytes()) for s in samples}) == count
+    positions = [s.position for s in samples]
+    assert positions[0] == 0 and positions == sorted(positions)
+    if count > 1:
+        assert positions[-1] == capacity - 1
+        # Evenly spread (a repeated first token makes position 0 stand for several texts).
+        assert max(np.diff(positions)) <= -(-capacity // (count - 1)) + 1
+    used = [sum(s.text == t for s in samples) for t in found]
+    if count <= capacity // 2:
+        assert max(used) - min(used) <= 1
+
+
+def test_more_than_two_hundred_samples() -> None:
+    samples = calibration.choose(ids(8, 128), 128, 500)
+    assert len(set(samples)) == 500 and {s.text for s in samples} == set(ids(8, 128))
+
+
+def test_texts_that_begin_alike_are_one_sample_there() -> None:
+    found = ids(3, 8)
+    for text in found.values():
+        text[:2] = 7
+    samples = calibration.choose(found, 8, 20)
+    assert [s.position for s in samples].count(0) == [s.position for s in samples].count(1) == 1
+    with pytest.raises(record.Blocked, match="got 21 samples, allowed: 1 to 20 different"):
+        calibration.choose(found, 8, 21)
+
+
+@pytest.mark.parametrize(
+    ("texts", "count", "line"),
+    [
+        ({}, 1, "calibration: got no texts"),
+        (ids(2, 7), 4, "calibration text t0: got 7 tokens, allowed: at least 8"),
+        (ids(2, 8), 0, "got 0 samples"),
+        (ids(2, 8), 17, "got 17 samples, allowed: 1 to 1"),
+    ],
+)
+def test_refusals_while_choosing(texts: dict, count: int, line: str) -> None:
+    with pytest.raises(record.Blocked, match=line):
+        calibration.choose(texts, 8, count)
+
+
+def test_digest_is_of_content() -> None:
+    samples = [Sample("a", 0), Sample("b", 5)]
+    digest = calibration.digest(samples, {"a": "1", "b": "2"})
+    assert digest == calibration.digest([Sample("x", 0), Sample("y", 5)], {"x": "1", "y": "2"})  # names do not count
+    assert digest != calibration.digest(samples, {"a": "1", "b": "3"})
+    assert digest != calibration.digest([Sample("a", 0), Sample("b", 6)], {"a": "1", "b": "2"})
+
+
+class World:
+    """A contract, its host and two traces with values of their own at each slot."""
+
+    def __init__(self, folder: Path) -> None:
+        self.contract = tinygraph.contract()
+        self.host = Host(self.contract, tinygraph.tables(), -1e4)
+        self.traces = {}
+        for i, name in enumerate("ab"):
+            rng = np.random.default_rng(i)
+            shape = (tinygraph.SLOTS, tinygraph.HEADS, tinygraph.SIZE)
+            states = [[rng.normal(size=shape).astype(np.float32) for _ in range(2)] for _ in range(2)]
+            tokens = rng.integers(0, tinygraph.VOCABULARY, tinygraph.SLOTS)
+            Trace(tokens, len(tokens), False, (), *states).save(str(folder / f"{name}.npz"))
+            self.traces[name] = folder / f"{name}.npz"
+
+    def write(self, folder: Path, *samples: Sample) -> list[list[np.ndarray]]:
+        path = calibration.write(folder, self.contract, self.host, self.traces, samples)
+        return [[np.load(folder / name) for name in line.split(" ")] for line in path.read_text().splitlines()]
+
+
+def test_files_are_the_isolated_feeds(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    # Not in the order of texts: the list keeps the order of the samples.
+    samples = (Sample("a", 0), Sample("b", 3), Sample("a", tinygraph.SLOTS - 1))
+    lines = world.write(tmp_path, *samples)
+    assert len(lines) == 3
+    for arrays, sample in zip(lines, samples, strict=True):
+        trace = Trace.load(str(world.traces[sample.text]))
+        world.host.fill(trace.tokens.tolist(), trace.keys, trace.values, sample.position)
+        feeds = world.host.feeds(int(trace.tokens[sample.position]))
+        assert [a.dtype for a in arrays] == [t.dtype for t in world.contract.inputs]
+        for array, (name, fed) in zip(arrays, feeds.items(), strict=True):
+            assert array.shape == fed.shape and np.array_equal(array, fed), name
+    key = lines[1][2]  # key.0 [Hk, D, 1, S] of (b, 3), read by plain indexing
+    trace = Trace.load(str(world.traces["b"]))
+    assert key[1, 5, 0, 2] == trace.keys[0][2, 1, 5] and not key[..., 3:].any()
+
+
+def test_identical_samples_are_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    with pytest.raises(record.Blocked, match=r"\(b, 4\) is identical to sample \(b, 4\)"):
+        world.write(tmp_path, Sample("b", 4), Sample("a", 4), Sample("b", 4))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_infinity_are_refused_by_name(tmp_path: Path, bad: float) -> None:
+    world = World(tmp_path)
+    trace = Trace.load(str(world.traces["b"]))
+    trace.values[1][2, 0, 0] = bad
+    trace.save(str(world.traces["b"]))
+    world.write(tmp_path, Sample("b", 2))  # not reached yet
+    with pytest.raises(record.Blocked, match=r"sample \(b, 3\), input 'value.1': got NaN or infinity"):
+        world.write(tmp_path, Sample("a", 0), Sample("b", 3))
+
+
+def test_a_wrong_shape_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.host.buffers["key.0"] = world.host.buffers["key.0"].astype(np.float64)
+    with pytest.raises(record.Blocked, match="input 'key.0': got float64 .* allowed: float32"):
+        world.write(tmp_path, Sample("a", 1))
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path)
+    usage = type("Usage", (), {"free": 5000})
+    monkeypatch.setattr(calibration.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(record.Blocked, match="MiB of free disk"):
+        world.write(tmp_path, Sample("a", 1), Sample("b", 2))
+    assert not list(tmp_path.glob("*.npy"))
