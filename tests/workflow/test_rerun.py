@@ -128,11 +128,11 @@ def test_a_refactoring_compiles_and_simulates_nothing(repository):
     append("workflow/kvgate/export/surgery.py", CODE)(repository.path)
     planned = repository.planned()
     assert planned["build"] == 4
-    before = {p: p.stat().st_ino for p in (repository.path / "results").rglob("model.rknn")}
+    before = {p: p.stat().st_ino for p in (repository.path / "results/models").rglob("model.rknn")}
     assert len(before) == 4
     done = repository.snakemake()
     assert done.returncode == 0, done.stderr
-    assert {p: p.stat().st_ino for p in (repository.path / "results").rglob("model.rknn")} == before
+    assert {p: p.stat().st_ino for p in (repository.path / "results/models").rglob("model.rknn")} == before
     assert repository.planned() == {}
 
 
@@ -176,7 +176,7 @@ def test_copied_results_in_a_fresh_clone_are_adopted(built, checkout, tmp_path):
 
 
 def test_a_damaged_artifact_is_found_by_its_sha256(repository):
-    path = next((repository.path / "results").rglob("model.rknn"))
+    path = next((repository.path / "results/models").rglob("model.rknn"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.unlink()  # a hard link into the store and the other copies
