@@ -133,8 +133,9 @@ def modules(folder: str) -> list[str]:
 
 def _product(block: dict[str, Any]) -> Iterator[Row]:
     columns = (block[name] for name in ("models", "weights", "strategies", "platforms", "quants"))
-    for values in itertools.product(*columns):
-        yield Row(*values, "onnxruntime" if values[3] == HOST_PLATFORM else "simulator")
+    for model, weights, strategy, platform, quant in itertools.product(*columns):
+        backend = "onnxruntime" if platform == HOST_PLATFORM else "simulator"
+        yield Row(model, weights, strategy, platform, quant, backend)
 
 
 def _over(below: Any, above: Any) -> Any:
