@@ -7,7 +7,6 @@ import pytest
 import tinygraph
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from kvgate import calibration, record
 from kvgate.calibration import Sample
 from kvgate.observe import Trace
@@ -133,7 +132,7 @@ def test_nan_and_infinity_are_refused_by_name(tmp_path: Path, bad: float) -> Non
 def test_a_wrong_shape_is_refused(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.host.buffers["key.0"] = world.host.buffers["key.0"].astype(np.float64)
-    with pytest.raises(record.Blocked, match="input 'key.0': got float64 .* allowed: float32"):
+    with pytest.raises(record.Blocked, match=r"input 'key.0': got float64 .* allowed: float32"):
         world.write(tmp_path, Sample("a", 1))
 
 

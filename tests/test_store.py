@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from kvgate import record, store
 
 FILES = ["model.rknn", "observations/a.npz"]

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
-
 from kvgate import contract as c
 from kvgate import record
 from kvgate.engines import onnxruntime as engine
 from kvgate.job import Job, record_path
 from kvgate.observe import Trace
 from kvgate.strategies.cpu_managed.host import Host
+from onnx import helper, numpy_helper
 
 LAYERS, HEADS, SIZE, SLOTS, VOCABULARY, HIDDEN = 2, 2, 16, 16, 64, 32
 WILDCARDS = {

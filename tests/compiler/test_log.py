@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from kvgate.compiler import log
 
 DATA = Path(__file__).parent / "data"

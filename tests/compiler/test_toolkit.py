@@ -1,0 +1,161 @@
+"""The parent of the toolkit's process, with children that are scripts: every way to end becomes a reason."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kvgate.compiler import child, toolkit
+
+PRELUDE = """
+import json, os, sys, time, signal, resource
+request = json.load(open(sys.argv[1]))
+def say(text): os.write(request["progress"], (text + "\\n").encode())
+def result(**body):
+    body = {"ok": True, "phase": "simulate", "reason": "", "seconds": {"build": 1.0}, "peak": 5, "facts": {}, **body}
+    json.dump(body, open(request["result"], "w"))
+"""
+
+
+def request(folder: Path) -> child.Request:
+    return child.Request(
+        "g.onnx", "c.json", "h.npz", str(folder / "m.rknn"), str(folder / "result.json"), str(folder), "rk3576",
+        "fp16", {}, {}, None, "{}", -1e4,
+    )  # fmt: skip
+
+
+def run(folder: Path, script: str, timeout: float = 30, said: list[str] | None = None) -> toolkit.Outcome:
+    code = folder / "child.py"
+    code.write_text(PRELUDE + script)
+    said = [] if said is None else said
+    return toolkit.compile(
+        request(folder), folder, folder / "log", timeout, said.append, (sys.executable, str(code))
+    )  # fmt: skip
+
+
+def test_a_good_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = run(tmp_path, "say('build'); say('simulate a 1/9'); say('simulate a 2/9'); result()", said=said)
+    assert (found.reason, found.kind, found.seconds, found.peak) == ("", "", {"build": 1.0}, 5)
+    assert [x.split("  ")[-1] for x in said] == ["build", "simulate a 1/9"]  # not a line a step
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "reason"),
+    [
+        ("result(reason='build: IndexError: list index out of range')", "refused", "build: IndexError: list index"),
+        ("print('E build: no such dataset'); result(reason='build: returned -1')", "refused",
+         "build: returned -1: build: no such dataset"),
+        ("result(reason='MemoryError')", "memory", "MemoryError"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "memory", "killed by signal 9, as the kernel does when memory"),
+        ("print('std::bad_alloc', flush=True); os.abort()", "memory", "ran out of memory"),
+        ("print('E orig_size equals 0, illegal', flush=True); os.abort()", "crash",
+         "crashed with signal 6 (SIGABRT); its last error: orig_size equals 0, illegal"),
+        ("import ctypes; ctypes.string_at(0)", "crash", "crashed with signal 11 (SIGSEGV)"),
+        ("sys.exit(3)", "crash", "ended with code 3 and no result"),
+        ("pass", "crash", "ended with code 0 and no result"),
+        ("result(facts={'gates': [{'kind': 'missing', 'text': 'input u: not in the artifact'}]})", "gate",
+         "input u: not in the artifact"),
+    ],
+)  # fmt: skip
+def test_every_end_has_its_reason(tmp_path: Path, script: str, kind: str, reason: str) -> None:
+    found = run(tmp_path, script)
+    assert found.kind == kind and reason in found.reason and "\n" not in found.reason
+    assert found.findings[0]["kind"] in (kind, "missing")
+
+
+def test_a_hang_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    script = """
+import subprocess
+p = subprocess.Popen(["sleep", "600"]); open("pid", "w").write(str(p.pid))
+say("build"); time.sleep(600)
+"""
+    started = time.monotonic()
+    found = run(tmp_path, script, timeout=2)
+    assert time.monotonic() - started < 10
+    assert found.kind == "hang" and found.reason == "no end after 2 s, in phase 'build'"
+    assert wait_for(lambda: not alive(int((tmp_path / "pid").read_text())), 5)
+
+
+def test_a_hang_that_closed_its_pipe_is_ended(tmp_path: Path) -> None:
+    found = run(tmp_path, "os.close(request['progress']); time.sleep(600)", timeout=2)
+    assert found.kind == "hang"
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what, seconds: float = 20.0) -> bool:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
+    """Also when the parent is killed with 9 and can do nothing about it."""
+    script = tmp_path / "parent.py"
+    code = (
+        "import os, time; from kvgate.compiler import child\n"
+        f"pid, parent = os.fork(), {'os.getppid()'}\n"
+        "if pid == 0:\n    child._die_with(os.getppid())\n    time.sleep(600)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(pid)); time.sleep(600)\n"
+    )
+    script.write_text(code)
+    parent = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": _package()})
+    file = tmp_path / "pid"
+    assert wait_for(lambda: file.is_file() and file.read_text().isdigit())
+    pid = int(file.read_text())
+    time.sleep(0.5)
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    assert wait_for(lambda: not alive(pid), 5)
+
+
+def _package() -> str:
+    return str(Path(child.__file__).parents[2])
+
+
+PROOF = "import sys; from kvgate.compiler import child\ntry: child._prove_malloc()\nexcept child.Failure as e: print(e)"
+
+
+def test_fresh_memory_is_zero_in_the_childs_environment_only(tmp_path: Path) -> None:
+    fixed = toolkit.environment(tmp_path)
+    good = subprocess.run([sys.executable, "-c", PROOF], env=fixed, capture_output=True, text=True, check=True)
+    assert good.stdout == ""
+    for tunables in ("", child.TUNABLES.replace("perturb", "perturbed"), "glibc.malloc.perturb=255"):
+        env = {**fixed, "GLIBC_TUNABLES": tunables}
+        bad = subprocess.run([sys.executable, "-c", PROOF], env=env, capture_output=True, text=True, check=True)
+        assert "malloc: got leftovers" in bad.stdout, tunables
+
+
+def test_the_environment_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = toolkit.environment(tmp_path)
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "SkylakeX")
+    monkeypatch.setenv("RKNN_SOMETHING", "1")
+    assert toolkit.environment(tmp_path) == before
+    assert before["OPENBLAS_CORETYPE"] == "Haswell" or not toolkit.portable()
+
+
+def test_requests_travel_as_json(tmp_path: Path) -> None:
+    script = "open('seen', 'w').write(json.dumps(request)); result()"
+    run(tmp_path, script)
+    seen = child.Request(**json.loads((tmp_path / "seen").read_text()))
+    assert seen.parent == os.getpid() and seen.platform == "rk3576" and seen.mask == -1e4
+
+
+def test_scratch_is_fresh(tmp_path: Path) -> None:
+    first = toolkit.scratch(tmp_path)
+    (first / "left").write_text("of a killed run")
+    assert list(toolkit.scratch(tmp_path).iterdir()) == []
