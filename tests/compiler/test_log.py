@@ -87,3 +87,9 @@ def test_records_hold_no_absolute_path() -> None:
     assert log.bare("E open '/home/me/a b/x.npy' failed 1/2") == "E open 'a b/x.npy' failed 1/2"
     assert log.bare("no file /home/me/x.npy") == "no file x.npy"
     assert log.bare("cycles 1/2/3 of a/b") == "cycles 1/2/3 of a/b"
+
+
+def test_the_rule_that_a_failed_build_blames() -> None:
+    assert log.rule(text("rule.log")) == "rule squeeze_nd_add at /model/model/layers.0/self_attn/Add"
+    assert log.rule(text("warnings.log")) == ""
+    assert log.findings(text("rule.log")) == []

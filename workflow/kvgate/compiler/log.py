@@ -39,7 +39,8 @@ _PATTERNS = tuple((kind, re.compile(pattern), text) for kind, pattern, text in _
 # Printed on every build, whatever the graph.
 _HARMLESS = re.compile(
     r"config\.(mean|std)_values is None|need parameter qtype|(Set|Restore) temperate env|pkg_resources|"
-    r"default (out|in)put layout|WARN\(\d+\)|rknn-toolkit2 version|Traceback \(most recent"
+    r"default (out|in)put layout|WARN\(\d+\)|rknn-toolkit2 version|Traceback \(most recent|"
+    r"Show op fuse match|You can add disable_rules"
 )
 _MOST_WARNINGS = 10
 
@@ -76,6 +77,12 @@ def findings(text: str) -> list[dict[str, Any]]:
         found.append(finding("error", bare(errors[-1])[:300], count=len(errors)))
     found += [finding("warning", bare(t), count=n) for t, n in others.most_common(_MOST_WARNINGS)]
     return found
+
+
+def rule(text: str) -> str:
+    """The fusion rule that the toolkit blames for a failed build, as `rule x at node`; empty where it blames none."""
+    found = re.search(r"Rule: (\w+)\s+Subgraph:.*?Op name: (\S+).*?You can add disable_rules=\['\1'\]", text, re.DOTALL)
+    return f"rule {found.group(1)} at {found.group(2)}" if found else ""
 
 
 def bare(text: str) -> str:

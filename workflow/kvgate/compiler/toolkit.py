@@ -148,6 +148,9 @@ def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Out
         # A return code says nothing, and the simulator returns None: the log's last error line has the cause.
         if error and ("returned -" in reason or "no outputs" in reason):
             reason += f": {error}"
+        blamed = log.rule(text)
+        if blamed:  # `disable_rules` in the quant's config may leave it out
+            reason += f", in {blamed}"
     else:
         gates = result["facts"].get("gates", [])
         reason, kind = (gates[0]["text"], "gate") if gates else ("", "")
