@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvgate import contract as c
 
-History = list[tuple[Tensor, Tensor]]  # K and V of every layer, in the boundary's layout and rank
+# What is written together, of every layer, in the boundary's layout and rank: K and V, or (packing `layer`) both as one.
+History = list[tuple[Tensor, ...]]
 
 
 def slot_axis(cache: c.Cache) -> int:
@@ -38,24 +39,32 @@ def from_boundary(x: Tensor, cache: c.Cache, form: str) -> Tensor:
 
 
 def unpack(inputs: Mapping[str, Tensor], cache: c.Cache, layers: Sequence[c.Layer]) -> History:
-    """Every layer's K and V out of the boundary's cache inputs."""
+    """What every layer writes into, out of the boundary's cache inputs."""
     if cache.packing == "model":
         keys, values = (inputs[name].split(layers[0].kv_heads, _heads(cache)) for name in ("keys", "values"))
         return list(zip(keys, values, strict=True))
     if cache.packing == "layer":
-        sizes = [[x.key_size, x.value_size] for x in layers]
-        return [tuple(inputs[f"pair.{i}"].split(s, _channels(cache))) for i, s in enumerate(sizes)]  # type: ignore[misc]
+        return [(inputs[f"pair.{i}"],) for i in range(len(layers))]
     return [(inputs[f"key.{i}"], inputs[f"value.{i}"]) for i in range(len(layers))]
+
+
+def join(key: Tensor, value: Tensor, cache: c.Cache) -> tuple[Tensor, ...]:
+    """A step's K and V as they are written."""
+    return (torch.cat([key, value], _channels(cache)),) if cache.packing == "layer" else (key, value)
+
+
+def part(written: Sequence[Tensor], cache: c.Cache, layer: c.Layer) -> Sequence[Tensor]:
+    """The inverse of join."""
+    if cache.packing != "layer":
+        return written
+    return written[0].split([layer.key_size, layer.value_size], _channels(cache))
 
 
 def pack(returned: History, cache: c.Cache) -> list[Tensor]:
     """The boundary's cache outputs, in the contract's order."""
     if cache.packing == "model":
-        keys, values = zip(*returned, strict=True)
-        return [torch.cat(keys, _heads(cache)), torch.cat(values, _heads(cache))]
-    if cache.packing == "layer":
-        return [torch.cat(pair, _channels(cache)) for pair in returned]
-    return [x for pair in returned for x in pair]
+        return [torch.cat(x, _heads(cache)) for x in zip(*returned, strict=True)]
+    return [x for parts in returned for x in parts]
 
 
 def _heads(cache: c.Cache) -> int:

@@ -40,18 +40,17 @@ class Decoder(nn.Module):
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
         cache, layers = self.contract.cache, self.contract.layers
         history = boundary.unpack(given, cache, layers)
-        returned: dict[int, tuple[Tensor, Tensor]] = {}
+        returned: dict[int, tuple[Tensor, ...]] = {}
         extra: dict[str, Any] = dict(given)
 
         def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            seen, kept = [], []
-            for old, new in zip(history[layer], (key, value), strict=True):
-                new = boundary.to_boundary(new, cache, self.spec.form)
-                a, b = self.half.write(old, new, boundary.slot_axis(cache), extra)
-                seen.append(boundary.from_boundary(a, cache, self.spec.form))
-                kept.append(b)
-            returned[layer] = (kept[0], kept[1])
-            return seen[0], seen[1]
+            new = boundary.join(*(boundary.to_boundary(x, cache, self.spec.form) for x in (key, value)), cache)
+            axis = boundary.slot_axis(cache)
+            pairs = [self.half.write(old, x, axis, extra) for old, x in zip(history[layer], new, strict=True)]
+            returned[layer] = tuple(kept for _, kept in pairs)
+            seen = boundary.part([x for x, _ in pairs], cache, layers[layer])
+            k, v = (boundary.from_boundary(x, cache, self.spec.form) for x in seen)
+            return k, v
 
         self.step.masks = [given[f"mask.{x.mask}"] for x in layers]
         self.step.rotations = [self._rotation(given, i) for i in range(len(self.spec.rotations))]
