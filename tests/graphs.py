@@ -13,7 +13,7 @@ from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
 from kvgate.job import Job
 from kvgate.observe import Trace
-from kvgate.stages import export, prepare
+from kvgate.stages import build, export, prepare
 from kvgate.strategies.host import Host
 
 STRATEGIES = ("dynamic_concat", "cpu_managed", "fixed_max_scatter", "fixed_max_blend")
@@ -55,6 +55,23 @@ class Model:
         if not job.record.exists():
             record.write(job.record, export.run(job) | {"status": "ok"})
         return Graph(job.folder)
+
+    def build(self, graph: "Graph", trace: Trace | None, isolated: int = 4) -> dict[str, Any]:
+        """build.json of a graph for rk3576 at fp16, the trace's isolated steps simulated. Raises record.Blocked."""
+        name = graph.folder.parent.name
+        inputs, programs = {"export": graph.folder / "graph.json"}, {}
+        if trace:
+            path = self._job("trace", {"program": name}, {}, {}).folder / "trace.npz"
+            trace.save(str(path))
+            record.write(path.with_name("trace.json"), {"status": "ok", "files": {"trace.npz": record.sha256(path)}})
+            inputs["trace.text"] = path.with_name("trace.json")
+            programs["text"] = {"histories": ["isolated"]}
+        quant = {"mask": -10000, "calibrate": False}
+        config = {"quant": quant, "programs": programs, "isolated": isolated, "timeout": 300}
+        job = self._job("build", {"strategy": name, "platform": "rk3576", "quant": "fp16"}, config, inputs)
+        body = build.run(job) | {"status": "ok"}
+        record.write(job.record, body)
+        return body | ({"observed": dict(np.load(job.folder / "observations" / "text.npz"))} if trace else {})
 
     def text(self, count: int, seed: int = 1) -> Trace:
         """The reference of random ids."""
