@@ -255,7 +255,8 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
         supported, dtype = platforms.supported(row.platform), platforms.dtype(config["quants"][row.quant])
         if dtype not in supported:
             raise ConfigError(
-                f"{where}: quant {row.quant} is {dtype}, which {row.platform} has not; supported: {', '.join(supported)}"
+                f"{where}: quant {row.quant} is {dtype}, which {row.platform} has not; "
+                f"supported: {', '.join(supported)}"
             )
         if strategy["module"] == "recompute":
             raise ConfigError(f"{where}: strategy {row.strategy} recomputes, allowed: platform host only")
