@@ -30,7 +30,7 @@ class Repository:
 
     def planned(self, *args: str) -> dict[str, int]:
         """Jobs that a dry run plans, by rule, without the target itself."""
-        done = self.snakemake("-n", *args)
+        done = self.snakemake("-n", "--quiet", "rules", *args)  # quiet rules: print the counts
         assert done.returncode == 0, done.stdout + done.stderr
         stats = done.stderr.partition("Job stats:")[2].partition("Reasons:")[0] or done.stdout
         found = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", stats, re.MULTILINE)}

@@ -5,12 +5,12 @@ rule build:
         inputs("build"),
     output:
         record("build"),
-    params:
-        key=key("build"),
     log:
         log_of("build"),
     resources:
         mem_mb=build_mb,
         runtime=120,
+    params:
+        key=key("build"),
     shell:
         command("build")

@@ -5,12 +5,12 @@ rule check:
         inputs("check"),
     output:
         record("check"),
-    params:
-        key=key("check"),
     log:
         log_of("check"),
     resources:
         mem_mb=3000,
         runtime=60,
+    params:
+        key=key("check"),
     shell:
         command("check")

@@ -29,11 +29,17 @@ def record(stage):
 
 
 def records(stage):
-    return lambda w: [f"results/{node.record}" for node in PLAN.of_stage(stage) if begin()]
+    return lambda w: [
+        f"results/{node.record}" for node in PLAN.of_stage(stage) if begin()
+    ]
 
 
 def inputs(stage):
-    return lambda w: [f"results/{node.record}" for node in PLAN.node(stage, dict(w)).inputs.values() if begin()]
+    return lambda w: [
+        f"results/{node.record}"
+        for node in PLAN.node(stage, dict(w)).inputs.values()
+        if begin()
+    ]
 
 
 def key(stage):
@@ -63,19 +69,28 @@ def begin():
     BEGUN.append(True)
     results = Path("results")
     stale = progress.stale(PLAN, results)
-    workflow.dag.forcefiles.update(f"results/{path}" for path in stale if (results / path).exists())
+    workflow.dag.forcefiles.update(
+        f"results/{path}" for path in stale if (results / path).exists()
+    )
     first = next((row for row in PLAN.rows if row.quant == "fp16"), PLAN.rows[0])
     # One whole row early: a mistake shows after minutes, not hours.
-    workflow.dag.priorityfiles.add(f"results/{PLAN.node('judge', first.wildcards()).record}")
+    workflow.dag.priorityfiles.add(
+        f"results/{PLAN.node('judge', first.wildcards()).record}"
+    )
     for line in progress.begin(PLAN, stale, results, write=not workflow.dryrun):
         print(line, file=sys.stderr)
     return True
 
 
 if "mem_mb" not in workflow.global_resources:
-    workflow.global_resources["mem_mb"] = PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10
+    workflow.global_resources["mem_mb"] = (
+        PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10
+    )
 
 
 wildcard_constraints:
-    **{name: "[^/]+" for name in ("model", "program", "weights", "form", "strategy", "part")},
+    **{
+        name: "[^/]+"
+        for name in ("model", "program", "weights", "form", "strategy", "part")
+    },
     **{name: "[^/]+" for name in ("platform", "quant", "backend", "sweep")},

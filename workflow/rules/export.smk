@@ -5,12 +5,12 @@ rule export:
         inputs("export"),
     output:
         record("export"),
-    params:
-        key=key("export"),
     log:
         log_of("export"),
     resources:
         mem_mb=3500,
         runtime=60,
+    params:
+        key=key("export"),
     shell:
         command("export")

@@ -5,12 +5,12 @@ rule fetch:
         inputs("fetch"),
     output:
         record("fetch"),
-    params:
-        key=key("fetch"),
     log:
         log_of("fetch"),
     resources:
         mem_mb=2500,
         runtime=60,
+    params:
+        key=key("fetch"),
     shell:
         command("fetch")

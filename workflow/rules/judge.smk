@@ -5,12 +5,12 @@ rule judge:
         inputs("judge"),
     output:
         record("judge"),
-    params:
-        key=key("judge"),
     log:
         log_of("judge"),
     resources:
         mem_mb=300,
         runtime=10,
+    params:
+        key=key("judge"),
     shell:
         command("judge")

@@ -5,12 +5,12 @@ rule prepare:
         inputs("prepare"),
     output:
         record("prepare"),
-    params:
-        key=key("prepare"),
     log:
         log_of("prepare"),
     resources:
         mem_mb=4500,
         runtime=60,
+    params:
+        key=key("prepare"),
     shell:
         command("prepare")

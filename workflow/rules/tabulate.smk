@@ -5,12 +5,12 @@ rule tabulate:
         inputs("tabulate"),
     output:
         record("tabulate"),
-    params:
-        key=key("tabulate"),
     log:
         log_of("tabulate"),
     resources:
         mem_mb=500,
         runtime=10,
+    params:
+        key=key("tabulate"),
     shell:
         command("tabulate")

@@ -5,12 +5,12 @@ rule trace:
         inputs("trace"),
     output:
         record("trace"),
-    params:
-        key=key("trace"),
     log:
         log_of("trace"),
     resources:
         mem_mb=2500,
         runtime=60,
+    params:
+        key=key("trace"),
     shell:
         command("trace")

@@ -5,12 +5,12 @@ rule verify:
         inputs("verify"),
     output:
         record("verify"),
-    params:
-        key=key("verify"),
     log:
         log_of("verify"),
     resources:
         mem_mb=1500,
         runtime=30,
+    params:
+        key=key("verify"),
     shell:
         command("verify")
