@@ -17,34 +17,29 @@ include: "workflow/rules/judge.smk"
 include: "workflow/rules/tabulate.smk"
 
 
-localrules:
-    all,
-    graphs,
-    artifacts,
-    verified,
-    gate,
-    audit,
-
-
 rule all:
     default_target: True
     input:
         records("tabulate"),
+    localrule: True
 
 
 rule graphs:
     input:
         records("check"),
+    localrule: True
 
 
 rule artifacts:
     input:
         records("build"),
+    localrule: True
 
 
 rule verified:
     input:
         records("judge"),
+    localrule: True
 
 
 include: "workflow/rules/gate.smk"

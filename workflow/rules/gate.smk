@@ -4,6 +4,7 @@ rule gate:
         records("tabulate"),
     log:
         "results/logs/gate.log",
+    localrule: True
     params:
         config=canonical(config),
     shell:
@@ -13,6 +14,7 @@ rule gate:
 rule audit:
     log:
         "results/logs/audit.log",
+    localrule: True
     params:
         config=canonical(config),
     shell:
