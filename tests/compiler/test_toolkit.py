@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvgate.compiler import child, toolkit
+from kvgate.compiler.request import TUNABLES, Request
 
 PRELUDE = """
 import json, os, sys, time, signal, resource
@@ -20,8 +21,8 @@ def result(**body):
 """
 
 
-def request(folder: Path) -> child.Request:
-    return child.Request(
+def request(folder: Path) -> Request:
+    return Request(
         "g.onnx", "c.json", "h.npz", str(folder / "m.rknn"), str(folder / "result.json"), str(folder), "rk3576",
         "fp16", {}, {}, None, "{}", -1e4,
     )  # fmt: skip
@@ -49,7 +50,7 @@ def test_a_good_end(tmp_path: Path) -> None:
         ("result(reason='build: IndexError: list index out of range')", "refused", "build: IndexError: list index"),
         ("print('E build: no such dataset'); result(reason='build: returned -1')", "refused",
          "build: returned -1: build: no such dataset"),
-        ("result(reason='MemoryError')", "memory", "MemoryError"),
+        ("result(reason='MemoryError')", "memory", "out of memory: MemoryError"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "memory", "killed by signal 9, as the kernel does when memory"),
         ("print('std::bad_alloc', flush=True); os.abort()", "memory", "ran out of memory"),
         ("print('E orig_size equals 0, illegal', flush=True); os.abort()", "crash",
@@ -134,7 +135,7 @@ def test_fresh_memory_is_zero_in_the_childs_environment_only(tmp_path: Path) -> 
     fixed = toolkit.environment(tmp_path)
     good = subprocess.run([sys.executable, "-c", PROOF], env=fixed, capture_output=True, text=True, check=True)
     assert good.stdout == ""
-    for tunables in ("", child.TUNABLES.replace("perturb", "perturbed"), "glibc.malloc.perturb=255"):
+    for tunables in ("", TUNABLES.replace("perturb", "perturbed"), "glibc.malloc.perturb=255"):
         env = {**fixed, "GLIBC_TUNABLES": tunables}
         bad = subprocess.run([sys.executable, "-c", PROOF], env=env, capture_output=True, text=True, check=True)
         assert "malloc: got leftovers" in bad.stdout, tunables
@@ -151,7 +152,7 @@ def test_the_environment_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_requests_travel_as_json(tmp_path: Path) -> None:
     script = "open('seen', 'w').write(json.dumps(request)); result()"
     run(tmp_path, script)
-    seen = child.Request(**json.loads((tmp_path / "seen").read_text()))
+    seen = Request(**json.loads((tmp_path / "seen").read_text()))
     assert seen.parent == os.getpid() and seen.platform == "rk3576" and seen.mask == -1e4
 
 

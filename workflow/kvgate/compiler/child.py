@@ -8,50 +8,19 @@ The request and the result are JSON; see `Request` and `main`.
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.perturb=255"
-PHASES = ("import", "config", "load", "build", "export", "init", "simulate")
-
-
-@dataclass(frozen=True)
-class Request:
-    """Paths are absolute; the current folder is for files that the toolkit drops. JSON both ways by asdict."""
-
-    graph: str
-    contract: str
-    tables: str  # host.npz
-    artifact: str  # the .rknn to write
-    result: str  # the result's JSON
-    observations: str  # folder of {program}.npz
-    platform: str
-    dtype: str  # of the quant, as in platforms.SUPPORTED
-    config: Mapping[str, Any]  # keyword arguments of RKNN.config
-    build: Mapping[str, Any]  # keyword arguments of RKNN.build
-    dataset: str | None  # calibration list; its paths are relative to itself
-    custom: str  # the artifact's custom string
-    mask: float  # additive mask value
-    programs: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # {name: {"trace": path, "histories": [..]}}
-    isolated: int = 16
-    hybrid: Mapping[str, str] = field(default_factory=dict)  # tensor name pattern: dtype
-    parent: int = 0  # process id; the child dies with it. 0: does not
-    progress: int = 2  # file descriptor
-    memory: int = 0  # bytes of private memory the process may have; 0: no limit
-
-
-class Failure(Exception):
-    """An expected failure: the toolkit refused, or its simulator did. One line."""
+from kvgate.compiler.request import TUNABLES, Failure, Request
 
 
 class Run:
@@ -108,9 +77,9 @@ def _work(request: Request, run: Run) -> dict[str, Any]:
     from kvgate.contract import Contract
 
     with run.of("import"):
-        from rknn.api import RKNN
+        rknn = _try("import", _import)
     contract = Contract.from_json(Path(request.contract).read_text())
-    toolkit = _compile(request, run, RKNN)
+    toolkit = _compile(request, run, rknn)
     from kvgate.compiler import artifact, gates
 
     built = artifact.read(Path(request.artifact))
@@ -120,6 +89,12 @@ def _work(request: Request, run: Run) -> dict[str, Any]:
     if request.programs:
         _simulate(request, run, toolkit, contract)
     return facts
+
+
+def _import() -> Any:
+    from rknn.api import RKNN
+
+    return RKNN
 
 
 def _compile(request: Request, run: Run, rknn: Any) -> Any:
@@ -187,14 +162,16 @@ def _try(what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        # The toolkit raises ValueError with a whole traceback as its text: the last line is the true error.
-        lines = [x.strip() for x in str(error).splitlines() if x.strip()]
-        import traceback
-
         traceback.print_exc()
-        text = lines[-1] if lines else ""
-        name = type(error).__name__
-        raise Failure(f"{what}: {text if text and name == 'ValueError' else f'{name}: {text}'}") from None
+        raise Failure(f"{what}: {_true_error(error)}") from None
+
+
+def _true_error(error: BaseException) -> str:
+    """The toolkit raises ValueError with a whole traceback as its text, whose end is the true error."""
+    lines = [x.strip() for x in str(error).splitlines() if x.strip()]
+    last = next((i for i in reversed(range(len(lines))) if re.match(r"[\w.]+(Error|Exception|Fail)?: ", lines[i])), 0)
+    text = " ".join(lines[last:]).removeprefix("ValueError: ")
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _die_with(parent: int) -> None:

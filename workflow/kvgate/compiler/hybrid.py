@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from kvgate.compiler.child import Failure, Request
+from kvgate.compiler.request import Failure, Request
 
 
 def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Callable[[str, Callable], Any]) -> Any:

@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvgate.compiler import child, log, platforms
+from kvgate.compiler import log, platforms
+from kvgate.compiler.request import TUNABLES, Request
 from kvgate.record import finding
 
 CHILD = (sys.executable, "-m", "kvgate.compiler.child")
@@ -38,7 +39,7 @@ def version() -> str:
 
 
 def compile(
-    request: child.Request,
+    request: Request,
     folder: Path,
     log_file: Path,
     timeout: float,
@@ -89,7 +90,7 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        "GLIBC_TUNABLES": child.TUNABLES,
+        "GLIBC_TUNABLES": TUNABLES,
     }
     # OpenBLAS picks its kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be the CPU's.
     return fixed | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
@@ -144,7 +145,9 @@ def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Out
     elif not result:
         reason, kind = _ended(code, text, error)
     elif result["reason"]:
-        reason, kind = result["reason"], "memory" if _memory(result["reason"]) else "refused"
+        reason, kind = result["reason"], "refused"
+        if _memory(reason):
+            reason, kind = f"out of memory: {reason}", "memory"
         # A return code says nothing, and the simulator returns None: the log's last error line has the cause.
         if error and ("returned -" in reason or "no outputs" in reason):
             reason += f": {error}"
@@ -174,7 +177,7 @@ def _ended(code: int, text: str, error: str) -> tuple[str, str]:
 
 
 def _memory(text: str) -> bool:
-    return any(word in text for word in ("MemoryError", "bad_alloc", "Cannot allocate memory"))
+    return any(word in text for word in ("MemoryError", "bad_alloc", "Cannot allocate memory", "failed to map segment"))
 
 
 def scratch(folder: Path) -> Path:

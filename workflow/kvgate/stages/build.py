@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvgate import calibration, record, store
-from kvgate.compiler import artifact, child, gates, log, platforms, risks, toolkit
+from kvgate.compiler import artifact, gates, log, platforms, risks, toolkit
+from kvgate.compiler.request import Request
 from kvgate.contract import Contract, canonical, sha256_text
 from kvgate.digest import code_digest
 from kvgate.job import Job
@@ -179,7 +180,7 @@ def _files(job: Job) -> list[str]:
     ]
 
 
-def _request(job: Job, source: _Source, work: Path) -> child.Request:
+def _request(job: Job, source: _Source, work: Path) -> Request:
     """The child's request; its calibration files are written on the way."""
     dataset = None
     if source.samples:
@@ -190,7 +191,7 @@ def _request(job: Job, source: _Source, work: Path) -> child.Request:
         traces = _traces(job, "calibration")
         dataset = calibration.write(work, source.contract, host, traces, source.samples).name
     (work / "observations").mkdir()
-    return child.Request(
+    return Request(
         graph=str((source.folder / "model.onnx").resolve()),
         contract=str((source.folder / "contract.json").resolve()),
         tables=str((source.folder / "host.npz").resolve()),

@@ -1,0 +1,142 @@
+"""What the real toolkit does to small graphs, one process for all of them: prints JSON by case. Not a test itself.
+
+Run as `python probes.py CASE...`, in an empty folder.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from kvgate import contract as c
+from kvgate.engines.simulator import Engine
+from onnx import TensorProto, helper, numpy_helper
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+Sides = dict[str, tuple[int, list[int]]]
+
+
+def save(nodes: list[tuple], inputs: Sides, outputs: Sides, constants: dict[str, Any], opset: int = 17) -> str:
+    """nodes: (operator, inputs, output, attributes)."""
+    made = [helper.make_node(op, ins, [out], name=out, **kw) for op, ins, out, kw in nodes]
+    values = [[helper.make_tensor_value_info(n, *t) for n, t in side.items()] for side in (inputs, outputs)]
+    weights = [numpy_helper.from_array(np.asarray(v), n) for n, v in constants.items()]
+    model = helper.make_model(
+        helper.make_graph(made, "g", *values, weights), opset_imports=[helper.make_opsetid("", opset)], ir_version=8
+    )
+    onnx.save(model, "g.onnx")
+    return "g.onnx"
+
+
+def contract(inputs: dict[str, tuple], outputs: dict[str, tuple]) -> c.Contract:
+    sides = [tuple(c.Tensor(n, c.KEY, s) for n, s in side.items()) for side in (inputs, outputs)]
+    return c.Contract("cpu_managed", "decode", "plain", "", 1, 1, c.Cache(1), (), (), sides[0], sides[1], "")
+
+
+def built(graph: str, platform: str = "rk3576", quantize: str = "", **config: Any) -> Any:
+    from rknn.api import RKNN
+
+    toolkit = RKNN(verbose=False)
+    toolkit.config(target_platform=platform, **({"quantized_dtype": quantize} if quantize else {}), **config)
+    assert toolkit.load_onnx(model=graph) == 0
+    code = toolkit.build(do_quantization=bool(quantize), dataset="dataset.txt" if quantize else None)
+    if code:
+        raise ValueError(f"returned {code}")
+    return toolkit
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def cube() -> dict[str, Any]:
+    """A rank-4 cache whose extents are equal, fed by the toolkit's default and by the engine (F1, F2, F3)."""
+    shape = [3, 8, 8, 8]
+    graph = save([("Mul", ["k", "two"], "y", {})], {"k": (FLOAT, shape)}, {"y": (FLOAT, shape)}, {"two": np.float32(2)})
+    toolkit = built(graph)
+    toolkit.init_runtime()
+    k = np.random.default_rng(0).normal(size=shape).astype(np.float32)  # non-zero, asymmetric
+    boundary = contract({"k": tuple(shape)}, {"y": tuple(shape)})
+    by_default = toolkit.inference(inputs=[k])[0]
+    by_engine = Engine(toolkit, boundary).step({"k": k})["y"]
+    refused = []
+    for bad in (k.transpose(0, 2, 3, 1)[:, :4], k.astype(np.float64), k[:, :, :, :7]):
+        try:
+            Engine(toolkit, boundary).step({"k": bad})
+        except ValueError as wrong:
+            refused.append(str(wrong))
+    return {
+        "default": error(by_default, 2 * k),
+        "default_transposed": error(by_default, 2 * k.transpose(0, 3, 1, 2)),
+        "engine": error(by_engine, 2 * k),
+        "refused": refused,
+    }
+
+
+def counters() -> dict[str, Any]:
+    """A state of int64 and one of float, past what float16 counts (F6, F13)."""
+    graph = save(
+        [("Add", ["n", "one"], "n.out", {}), ("Add", ["f", "unit"], "f.out", {})],
+        {"n": (INT64, [2, 1]), "f": (FLOAT, [2, 1])},
+        {"n.out": (INT64, [2, 1]), "f.out": (FLOAT, [2, 1])},
+        {"one": np.array([1]), "unit": np.float32(1)},
+    )
+    toolkit = built(graph)
+    toolkit.init_runtime()
+    n = np.array([[2048], [70001]])
+    out = toolkit.inference(inputs=[n, n.astype(np.float32) % 4000])
+    return {"int64": out[0].ravel().tolist(), "float": out[1].ravel().tolist()}
+
+
+def norms() -> dict[str, Any]:
+    """x*x in place of Pow(x, 2) in a norm, one channel at 300 (F12)."""
+    found = {}
+    for name, square in (("pow", ("Pow", ["x", "two"], "q", {})), ("mul", ("Mul", ["x", "x"], "q", {}))):
+        graph = save(
+            [
+                square,
+                ("ReduceMean", ["q"], "m", {"axes": [-1]}),
+                ("Add", ["m", "e"], "a", {}),
+                ("Sqrt", ["a"], "s", {}),
+                ("Reciprocal", ["s"], "r", {}) if name == "mul" else ("Div", ["x", "s"], "y", {}),
+                *([("Mul", ["x", "r"], "y", {})] if name == "mul" else []),
+            ],
+            {"x": (FLOAT, [1, 1, 64])},
+            {"y": (FLOAT, [1, 1, 64])},
+            {"two": np.float32(2), "e": np.float32(1e-5)},
+        )
+        toolkit = built(graph)
+        toolkit.init_runtime()
+        x = np.random.default_rng(0).normal(size=(1, 1, 64)).astype(np.float32)
+        x[0, 0, 7] = 300
+        y = toolkit.inference(inputs=[x])[0]
+        found[name] = error(y, x / np.sqrt(np.mean(x * x) + 1e-5))
+    return found
+
+
+def platform(pair: str) -> str:
+    """Whether a platform builds a dtype: `ok`, or the refusal's last line."""
+    chip, dtype = pair.split(":")
+    graph = save(
+        [("MatMul", ["x", "w"], "h", {}), ("MatMul", ["h", "w"], "y", {})],
+        {"x": (FLOAT, [1, 4, 64])},
+        {"y": (FLOAT, [1, 4, 64])},
+        {"w": np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8},
+    )
+    for i in range(2):
+        np.save(f"{i}.npy", np.random.default_rng(i).normal(size=(1, 4, 64)).astype(np.float32))
+    Path("dataset.txt").write_text("0.npy\n1.npy\n")
+    try:
+        built(graph, chip, "" if dtype == "fp16" else dtype)
+    except (Exception, SystemExit) as wrong:
+        return (str(wrong).strip().splitlines() or ["?"])[-1]
+    return "ok"
+
+
+if __name__ == "__main__":
+    results = {}
+    for case in sys.argv[1:]:
+        results[case] = platform(case) if ":" in case else globals()[case]()
+        Path("results.json").write_text(json.dumps(results))

@@ -1,0 +1,80 @@
+"""Facts about the real toolkit that the package rests on. An upgrade that changes one fails here."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvgate.compiler import platforms, toolkit
+
+DTYPES = ("fp16", "w8a8", "w8a16", "w4a16", "w16a16i_dfp")
+# The toolkit's process aborts, so each of these needs one of its own.
+ABORTS = ("rk2118:w8a8", "rk2118:w16a16i_dfp", "rv1103b:w16a16i_dfp", "rv1106b:w16a16i_dfp")
+
+
+def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
+    environment = toolkit.environment(folder)
+    here = Path(__file__).parent
+    environment["PYTHONPATH"] += os.pathsep + str(here)
+    command = [sys.executable, str(here / "probes.py"), *cases]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=280)
+    file = folder / "results.json"
+    return done.returncode, json.loads(file.read_text()) if file.is_file() else {}
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    code, found = probe(tmp_path_factory.mktemp("probes"), "cube", "counters", "norms")
+    assert code == 0
+    return found
+
+
+@pytest.mark.slow
+def test_a_cube_is_transposed_by_default_and_not_by_the_engine(probes: dict[str, Any]) -> None:
+    cube = probes["cube"]
+    assert cube["default"] > 1 and cube["default_transposed"] < 1e-3
+    assert cube["engine"] < 1e-3
+    assert len(cube["refused"]) == 3 and all("tensor 'k': got float" in x for x in cube["refused"])
+
+
+@pytest.mark.slow
+def test_integer_states_are_exact_and_float_counters_round(probes: dict[str, Any]) -> None:
+    assert probes["counters"]["int64"] == [2049, 70002]
+    assert probes["counters"]["float"] == [2048, 2002]  # 2048 + 1 is no float16
+
+
+@pytest.mark.slow
+def test_a_norm_of_products_is_all_zeros(probes: dict[str, Any]) -> None:
+    assert probes["norms"]["pow"] < 1e-3
+    assert probes["norms"]["mul"] > 0.9
+
+
+@pytest.mark.slow
+def test_the_table_of_platforms_is_the_toolkits(tmp_path: Path) -> None:
+    pairs = [f"{p}:{d}" for p in platforms.SUPPORTED for d in DTYPES]
+    code, found = probe(tmp_path, *(p for p in pairs if p not in ABORTS))
+    assert code == 0
+    builds = {p: tuple(d for d in DTYPES if found.get(f"{p}:{d}") == "ok") for p in platforms.SUPPORTED}
+    assert builds == {p: tuple(sorted(d, key=DTYPES.index)) for p, d in platforms.SUPPORTED.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ABORTS)
+def test_what_would_abort_is_not_supported(pair: str, tmp_path: Path) -> None:
+    code, found = probe(tmp_path, pair)
+    assert code == -signal.SIGABRT and pair not in found
+    chip, dtype = pair.split(":")
+    assert dtype not in platforms.supported(chip)
+
+
+def test_unknown_platform_lists_the_known() -> None:
+    with pytest.raises(ValueError, match=r"platform: got 'rk9999', known: rk2118, rk3562, .*rv1126b"):
+        platforms.supported("rk9999")
+    assert "w8a16" not in platforms.supported("rk3576") and "w4a16" not in platforms.supported("rk3588")
+    assert (
+        platforms.dtype({"mask": -1}) == "fp16" and platforms.dtype({"config": {"quantized_dtype": "w8a8"}}) == "w8a8"
+    )
