@@ -25,12 +25,10 @@ class Size:
     vocabulary: int
     context: int
     window: int
-    gain: float = 1.2  # of matrices: an output's norm over its input's
 
 
 TINY = Size(head=16, heads=6, kv_heads=2, vocabulary=97, context=32, window=5)
-# The sizes of the measured tables. The gain is near that of an untrained model: with larger scores float16 costs more.
-TOOLKIT = Size(head=64, heads=6, kv_heads=2, vocabulary=512, context=128, window=32, gain=0.5)
+TOOLKIT = Size(head=64, heads=6, kv_heads=2, vocabulary=512, context=128, window=32)  # those of the measured tables
 SIZES = {"tiny": TINY, "toolkit": TOOLKIT}
 
 
@@ -132,16 +130,17 @@ def model(family: str, size: Size = TINY, layers: int = 2, seed: int = 0) -> tra
     made = transformers.AutoModelForCausalLM.from_config(config(family, size, layers), attn_implementation="eager")
     made = made.float().eval()
     generator = torch.Generator().manual_seed(seed)
+    tables = {id(m.weight) for m in made.modules() if isinstance(m, torch.nn.Embedding)}
     conv1d = {id(m.weight) for m in made.modules() if type(m).__name__ == "Conv1D"}
     with torch.no_grad():
         for p in made.parameters():
             noise = torch.randn(p.shape, generator=generator)
             if p.ndim < 2:
                 p.add_(0.2 * noise)
-            elif p.shape[0] in (size.vocabulary, size.context, size.context + 2):  # embeddings, learned positions
+            elif id(p) in tables:
                 p.copy_(0.5 * noise)
             else:
-                p.copy_(size.gain * noise * p.shape[0 if id(p) in conv1d else 1] ** -0.5)
+                p.copy_(noise * p.shape[0 if id(p) in conv1d else 1] ** -0.5)
     return made
 
 
