@@ -63,7 +63,7 @@ def contract(mask: str = "mask.0") -> c.Contract:
 
 def decoder(boundary: c.Contract) -> Graph:
     rng, g = np.random.default_rng(0), Graph()
-    mask = boundary.inputs[1].name
+    mask = next(t.name for t in boundary.inputs if t.role == c.MASK)
     g.constant("two", np.float32(2)), g.constant("epsilon", np.float32(1e-5))
     g.constant("scale", np.float32(SIZE**-0.5))
     g.constant("to_query", np.array([HEADS, 1, 1, SIZE])), g.constant("to_slot", np.array([HEADS, SIZE, 1, 1]))
