@@ -11,6 +11,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from kvgate.export import residual
 from kvgate.export.decoder import Decoder, example
 
 OPSET = 17  # the compiler takes at most 19
@@ -39,6 +40,7 @@ def export(decoder: Decoder, index: Mapping[str, Any], location: str) -> onnx.Mo
         )
     model = onnx.load_from_string(buffer.getvalue())
     _attach(model, {t.name for t in contract.inputs}, index, location)
+    residual.reorder(model)
     _clean(model)
     _check_names(model)
     return model
