@@ -51,7 +51,7 @@ def layer(module: nn.Module, site: Site, rotation: Rotation | None) -> tuple[Lay
         mask=site.mask,
         rotation=site.rotation if turning else None,
         softcap=site.options.get("softcap"),
-        kernel=site.kv_heads == 1 and (site.heads // site.kv_heads) % 8 != 0,
+        kernel=site.kv_heads == 1 and (site.heads <= 8 or site.heads % 8 != 0),
     )
     scale = float(site.options.get("scaling") or site.key_size**-0.5)
     made, tensors = _assemble(made, joint, bias, norms, scale)
