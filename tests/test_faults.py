@@ -1,0 +1,173 @@
+"""Public faults that concern the cache, its host half and its boundary: each shown once happening, once not.
+
+The numbers are those of the risks (F1 ...). Faults of the compiler and of artifacts are tested in tests/compiler.
+"""
+
+import importlib
+import itertools
+
+import families
+import graphs
+import numpy as np
+import onnx
+import pytest
+import standin
+from graphs import STRATEGIES, Model
+from kvgate import contract as c
+from kvgate.engines.simulator import Engine as Simulator
+from kvgate.observe import observe
+
+CAPACITY = 8
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return Model.of(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def trace(llama):
+    return families.generation(llama.checkpoint, [5, 60, 23], CAPACITY - 2)
+
+
+class Toolkit:
+    """ONNX Runtime behind the toolkit's habits, as measured: rank-4 inputs are NHWC unless the call says otherwise,
+    inputs go by position, arrays too many are dropped in silence; outputs come in ONNX order."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def inference(self, inputs, data_format=None):
+        contract = self.graph.contract
+        feeds = {}
+        for i, (tensor, array) in enumerate(zip(contract.inputs, inputs)):  # noqa: B905
+            if len(tensor.shape) == 4 and not (data_format and data_format[i] == "nchw"):
+                array = np.moveaxis(array, 3, 1)
+                if array.shape != tensor.shape:
+                    raise ValueError(f"shape is wrong, expect 'nhwc' like {tensor.shape}")
+            feeds[tensor.name] = np.ascontiguousarray(array)
+        out = self.graph.engine.step(feeds)
+        return [out[t.name] for t in contract.outputs]
+
+
+def test_f1_f2_a_cube_goes_in_as_it_is():
+    """A cache of [1, 8, 8, 8] is taken transposed without a word; our engine says what it is."""
+    seen = []
+
+    class Echo:
+        def inference(self, inputs, data_format=None):
+            seen.append(inputs[0] if data_format == ["nchw"] else np.moveaxis(inputs[0], 3, 1))
+            return [np.zeros((1, 1, 11), np.float32)]
+
+    boundary = c.Contract(
+        "cpu_managed", "decode", "plain", "", 11, 12, c.Cache(8), (), (None,),
+        (c.Tensor("key.0", c.KEY, (1, 8, 8, 8), layer=0),), (c.Tensor("logits", c.LOGITS, (1, 1, 11)),), "",
+    )  # fmt: skip
+    cube = np.arange(512, dtype=np.float32).reshape(1, 8, 8, 8)
+    Echo().inference([cube])
+    Simulator(Echo(), boundary).step({"key.0": cube})
+    assert seen[0].shape == cube.shape and not np.array_equal(seen[0], cube)  # the fault
+    np.testing.assert_array_equal(seen[1], cube)
+
+
+@pytest.mark.parametrize("rank", c.RANKS)
+def test_f2_f5_feeds_go_by_name(llama, trace, rank):
+    """In the order of the contract whatever the order of the dict; one array more or less is refused."""
+    graph = llama.export("cpu_managed", capacity=CAPACITY, rank=rank)
+    engine, host = Simulator(Toolkit(graph), graph.contract), graph.host()
+    host.fill(trace.tokens.tolist(), trace.keys, trace.values, 4)
+    feeds = host.feeds(int(trace.tokens[4]))
+    backwards = dict(reversed(feeds.items()))
+    wanted = trace.logits[4]
+    assert graphs.relative(engine.step(backwards)["logits"].reshape(-1), wanted) < 1e-4
+    swapped = [backwards[t.name] for t in graph.contract.inputs]
+    at = [t.name for t in graph.contract.inputs].index("key.0")
+    swapped[at], swapped[at + 1] = swapped[at + 1], swapped[at]  # K and V have one shape: nothing else would notice
+    wrong = Toolkit(graph).inference(swapped, ["nchw"] * len(swapped))[0]
+    assert graphs.relative(wrong.reshape(-1), wanted) > 1e-2
+    for broken in ({k: v for k, v in feeds.items() if k != "key.1"}, feeds | {"more": feeds["key.0"]}):
+        with pytest.raises(ValueError, match="got"):
+            engine.step(broken)
+
+
+class Misread:
+    """A runtime that hands rank-4 states back as NCHW where their inputs expect NHWC (F3)."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def step(self, feeds):
+        roles = {t.name: t.role for t in self.graph.contract.inputs}
+        return self.graph.engine.step(
+            {k: self._misread(v) if roles[k] in c.CACHE_ROLES else v for k, v in feeds.items()}
+        )
+
+    @staticmethod
+    def _misread(x):
+        return np.ascontiguousarray(np.moveaxis(x, 1, 3)).reshape(x.shape) if x.ndim == 4 else x
+
+
+@pytest.mark.parametrize("layout", c.LAYOUTS)
+def test_f3_a_zero_cache_hides_a_misread_state(llama, trace, layout):
+    """The first token is right, every later one is not; rank 3 cannot be misread."""
+    for rank in c.RANKS:
+        graph = llama.export("cpu_managed", capacity=CAPACITY, layout=layout, rank=rank)
+        found = observe(Misread(graph), graph.host(), trace, ["isolated"])
+        errors = [graphs.relative(x, trace.logits[p]) for p, x in enumerate(found["isolated/logits"])]
+        assert errors[0] < 1e-4
+        assert (min(errors[2:]) > 1e-2) if rank == 4 else (max(errors) < 1e-4)
+
+
+@pytest.mark.parametrize("module", STRATEGIES)
+def test_f11_no_mask_hides_every_column(module):
+    """At every length, the empty cache among them, the own token is seen: no softmax over nothing."""
+    contract = standin.contract(module, c.Cache(CAPACITY))
+    host = importlib.import_module(f"kvgate.strategies.{module}.host").Host(contract, standin.tables(CAPACITY), -1e4)
+    for host.length in range(CAPACITY):
+        for i in range(2):
+            mask = host.feeds(1)[f"mask.{i}"]
+            assert np.isfinite(mask).all() and (mask == 0).any() and set(np.unique(mask)) <= {0, np.float32(-1e4)}
+
+
+@pytest.mark.parametrize("module", STRATEGIES)
+def test_f13_positions_beyond_2048_are_exact(module):
+    """No position passes through float16: slots, write rows, masks and rotations are those of the position."""
+    capacity = 4100
+    assert np.float16(2049) == 2048  # the fault
+    contract = standin.contract(module, c.Cache(capacity), (c.Layer(1, 4, 4),), (None,))
+    host = importlib.import_module(f"kvgate.strategies.{module}.host").Host(contract, standin.tables(capacity), -1e4)
+    for host.length in (2048, 2049, 4097):
+        fed = host.feeds(1)
+        own = module in ("dynamic_concat", "cpu_managed")
+        assert (fed["mask.0"] == 0).sum() == host.length + 1 and fed["mask.0"][0, host.length - own] == 0
+        if module == "fixed_max_scatter":
+            assert fed["slot"].dtype == np.int64 and int(fed["slot"][0]) == host.length
+        if module == "fixed_max_blend":
+            assert np.flatnonzero(fed["write"]).tolist() == [host.length]
+        angle = host.length * 1.0
+        np.testing.assert_allclose(fed["rotation.0"][0, 0, 0, 0], np.cos(angle), atol=1e-6)
+
+
+def test_f31_angles_come_from_tables(tmp_path):
+    """The host's cos and sin are the model's own bits at every position; made in float16 they are far off."""
+    import torch
+    import transformers
+
+    size = families.Size(head=16, heads=6, kv_heads=2, vocabulary=97, context=4096, window=5)
+    model = Model.of(tmp_path, "llama", size)
+    graph = model.export("cpu_managed", capacity=4096)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model.checkpoint)
+    rotary = reference.model.rotary_emb
+    cosine, sine = (x[0].numpy() for x in rotary(torch.zeros(1, 1, 1), torch.arange(4096)[None]))
+    np.testing.assert_array_equal(graph.tables["cosine.0"], cosine)
+    np.testing.assert_array_equal(graph.tables["sine.0"], sine)
+    inverse = rotary.inv_freq.numpy().astype(np.float16)
+    half = np.cos(np.arange(4096, dtype=np.float16)[:, None] * inverse)
+    assert np.abs(half - cosine[:, :8])[3000:].max() > 0.3  # the fault
+    for module, form in itertools.product(STRATEGIES, ("recipe", "plain")):
+        nodes = onnx.load(
+            model.export(module, form, CAPACITY).folder / "model.onnx", load_external_data=False
+        ).graph.node
+        assert not {n.op_type for n in nodes} & {"Sin", "Cos"}
+    own = onnx.load(model.export("hf_export", "exporter", CAPACITY).folder / "model.onnx", load_external_data=False)
+    assert {"Sin", "Cos"} <= {n.op_type for n in own.graph.node}  # what a user has today
