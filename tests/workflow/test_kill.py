@@ -30,10 +30,13 @@ def child_of(repository, deadline: float = 120) -> int:
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 words = (process / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
+                if "kvgate.compiler.child" not in words:
+                    continue
+                parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+                if Path(f"/proc/{parent}/cwd").resolve() == repository.path.resolve():
+                    return int(process.name)
+            except OSError:  # it ended meanwhile
                 continue
-            if "kvgate.compiler.child" in words and any(str(repository.path) in w for w in words):
-                return int(process.name)
         time.sleep(0.02)
     raise AssertionError("no build started")
 
