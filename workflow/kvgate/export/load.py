@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from kvgate.export import seams, shims, support
 from kvgate.record import Blocked, finding
@@ -22,6 +23,7 @@ def config(folder: Path) -> Any:
 
 def model(folder: Path) -> nn.Module:
     """The checkpoint's model, float32, eager attention, untouched code. Raises record.Blocked on missing weights."""
+    logging.disable_progress_bar()  # the log of a stage is read by people
     loaded, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config(folder), dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

@@ -1,0 +1,160 @@
+"""weights.bin and what is said of it; preparations by name; a model that cannot work is refused with its reason."""
+
+import sys
+import types
+
+import families
+import numpy as np
+import pytest
+import torch
+from graphs import Model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from kvgate import record
+from kvgate.export import blob, support
+from kvgate.export.spec import Spec
+from kvgate.job import Job
+from kvgate.record import Blocked
+from kvgate.stages import prepare
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Model:
+    return Model.of(tmp_path_factory.mktemp("prepared"), "llama")
+
+
+def folder(model: Model, form: str = "recipe"):
+    return model.results / "models" / model.name / "weights" / "plain" / form
+
+
+def test_the_same_bytes_each_time(llama, tmp_path):
+    llama.prepare("recipe")
+    other = Model(tmp_path, "llama")
+    other.checkpoint.parent.mkdir(parents=True)
+    other.checkpoint.symlink_to(llama.checkpoint)
+    other.prepare("recipe")
+    for name in ("weights.json", "weights.bin", "tables.npz"):
+        assert (folder(llama) / name).read_bytes() == (folder(other) / name).read_bytes(), name
+
+
+def test_matrices_are_as_the_graph_uses_them(llama):
+    body = llama.prepare("recipe")
+    tensors = blob.read(folder(llama) / "weights.bin", body["tensors"])
+    model = families.reference.load(llama.checkpoint)
+    down = "model.layers.0.mlp.down_proj.weight"
+    np.testing.assert_array_equal(tensors[down], model.get_parameter(down).detach().numpy().T)
+    np.testing.assert_array_equal(tensors["lm_head.weight"], model.get_output_embeddings().weight.detach().numpy().T)
+    assert not any("q_proj" in name or "embed" in name for name in tensors)  # joint now; the host looks rows up
+    assert body["files"]["weights.bin"] == record.sha256(folder(llama) / "weights.bin")
+
+
+def test_spec_survives_json(llama):
+    raw = llama.prepare("recipe")["spec"]
+    spec = Spec.from_dict(raw)
+    assert spec.to_dict() == Spec.from_dict(spec.to_dict()).to_dict()
+    assert spec.layers[1].module == "model.layers.1.self_attn" and spec.rotations[0].width == 16
+    assert spec == Spec.from_dict(record.read(folder(llama) / "weights.json")["spec"])
+
+
+def test_embedding_rows_are_as_the_model_embeds(tmp_path):
+    """gemma scales them in its embedding module."""
+    gemma = Model.of(tmp_path, "gemma3_text")
+    gemma.prepare("recipe")
+    table = gemma_model = families.reference.load(gemma.checkpoint)
+    embed = table.get_input_embeddings()
+    with torch.no_grad(), np.load(folder(gemma) / "tables.npz") as tables:
+        np.testing.assert_array_equal(tables["embedding"], embed(torch.arange(embed.num_embeddings)).numpy())
+        stored = gemma_model.get_parameter("model.embed_tokens.weight").numpy()
+        assert np.abs(tables["embedding"] - stored).max() > 1  # the rows as stored would be wrong
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=5), elements=st.floats(-1, 1, width=32))))
+def test_blob_gives_back_what_was_written(arrays):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "weights.bin"
+        index, digest = blob.write(path, {f"t{i}": a for i, a in enumerate(arrays)})
+        assert digest == record.sha256(path)
+        assert all(x["offset"] % blob.ALIGNMENT == 0 for x in index.values())
+        if arrays:
+            got = blob.read(path, index)
+            for i, a in enumerate(arrays):
+                np.testing.assert_array_equal(got[f"t{i}"], a)
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    index, _ = blob.write(tmp_path / "weights.bin", {"a": np.ones((4, 4), np.float32)})
+    with (tmp_path / "weights.bin").open("r+b") as file:
+        file.truncate(60)
+    with pytest.raises(ValueError, match=r"weights\.bin: got 60 bytes, allowed: at least 64"):
+        blob.read(tmp_path / "weights.bin", index)
+
+
+def test_an_unknown_preparation_lists_the_known():
+    with pytest.raises(ValueError, match="weight preparation: got 'smoth', known: .*plain"):
+        prepare.preparation("smoth")
+
+
+def test_both_hooks_of_a_preparation_are_called(llama, tmp_path, monkeypatch):
+    """`checkpoint` before the model is measured, `linear` on the matrices that the graph finally has."""
+    seen = []
+    step = types.SimpleNamespace(
+        checkpoint=lambda model, stats: model.lm_head.weight.mul_(2),
+        linear=lambda name, weight, stats: seen.append((name, weight.shape)) or weight,
+    )
+    monkeypatch.setattr(prepare, "preparation", lambda name: step)
+    wildcards = {"model": "llama", "weights": "doubled", "form": "recipe"}
+    fetch = {"fetch": llama.checkpoint / "manifest.json"}
+    job = Job("prepare", wildcards, {"weights": {"steps": ["doubled"]}}, fetch, tmp_path)
+    job.folder.mkdir(parents=True)
+    body = prepare.run(job)
+    doubled = blob.read(job.folder / "weights.bin", body["tensors"])["lm_head.weight"]
+    plain = blob.read(folder(llama) / "weights.bin", llama.prepare("recipe")["tensors"])["lm_head.weight"]
+    np.testing.assert_array_equal(doubled, 2 * plain)
+    assert ("model.layers.0.self_attn.qkv", (96, 160)) in seen and ("lm_head.weight", (96, 97)) in seen
+
+
+REFUSED = {
+    "an encoder-decoder": {"model_type": "t5", "is_encoder_decoder": True},
+    "layers with a recurrent state": {"model_type": "mamba2"},
+    "a recurrent state": {"model_type": "lfm2", "conv_L_cache": 3},
+    "several kinds of input": {"model_type": "gemma3", "vision_config": {}},
+    "latent attention": {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+    "mixture of experts": {"model_type": "mixtral", "num_local_experts": 8},
+    "alibi: a distance bias": {"model_type": "falcon", "alibi": True},
+    "(alibi)": {"model_type": "bloom"},
+    "projected inside": {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512},
+    "share K and V": {"model_type": "gemma3n_text", "num_kv_shared_layers": 10},
+    "no model_type": {},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_cannot_work_is_refused_by_its_config(why):
+    reason = support.refusal(REFUSED[why])
+    assert reason is not None and why in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize("family", [f for f in families.FAMILIES if f != "bloom"])
+def test_what_works_is_not_refused(family):
+    assert support.refusal(families.config(family).to_dict()) is None
+
+
+def test_planning_needs_no_torch():
+    """`refusal` is called while the workflow is parsed."""
+    import subprocess
+
+    code = "import sys; import kvgate.export.support; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    path = str(families.Path(prepare.__file__).parents[2])
+    out = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    assert out.stdout.split() == ["False", "False"], out.stderr
+
+
+def test_a_refused_model_is_blocked(tmp_path):
+    bloom = Model.of(tmp_path, "bloom")
+    with pytest.raises(Blocked, match="model type 'bloom'"):
+        bloom.prepare("recipe")
