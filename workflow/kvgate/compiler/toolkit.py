@@ -91,6 +91,7 @@ def environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "GLIBC_TUNABLES": TUNABLES,
+        "RKNN_LOG_LEVEL": "4",  # the compiler's layer table
     }
     # OpenBLAS picks its kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be the CPU's.
     return fixed | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
