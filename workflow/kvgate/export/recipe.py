@@ -35,13 +35,19 @@ class Attention(nn.Module):
             joint = joint + self.bias
         q, k, v = self._whole_norm(joint) if layer.norm == "all" else self._columns(joint)
         keys, values = step.update(layer.index, k, v)  # [Hk, D, 1, S]
-        scores = q.permute(0, 2, 3, 1) @ keys.permute(0, 2, 1, 3)  # [Hk, 1, g, S]
-        if layer.softcap is not None:
-            scores = torch.tanh(scores / layer.softcap) * layer.softcap
-        weights = torch.softmax(scores + step.masks[layer.index], dim=-1)
-        attended = weights @ values.permute(0, 2, 3, 1)  # [Hk, 1, g, D]
-        out = self._project(attended.permute(0, 3, 1, 2))
+        out = self._project(self._attend(q, keys, values, step.masks[layer.index]))
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """[Hk, D, 1, g] of q [Hk, D, 1, g] over keys and values [Hk, D, 1, S], mask [1, S]."""
+        cap = self.layer.softcap
+        if cap is None:
+            scores = q.permute(0, 2, 3, 1) @ keys.permute(0, 2, 1, 3)  # [Hk, 1, g, S]
+            return (torch.softmax(scores + mask, dim=-1) @ values.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        # A soft cap stops the fusion. Slots first then: the other way round the compiler transposes the weights too.
+        scores = keys.permute(0, 2, 3, 1) @ q.permute(0, 2, 1, 3)  # [Hk, 1, S, g]
+        weights = torch.softmax(torch.tanh(scores / cap) * cap + mask.reshape(1, 1, -1, 1), dim=2)
+        return (values.permute(0, 2, 1, 3) @ weights).permute(0, 2, 1, 3)
 
     def _columns(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [Hk, D, 1, g], k and v [Hk, D, 1, 1]."""
