@@ -1,4 +1,4 @@
-"""weights.bin: every tensor of a graph in the orientation that the graph uses, 64-byte aligned, same bytes each time."""
+"""weights.bin: every tensor of a graph as the graph uses it, 64-byte aligned, the same bytes each time."""
 
 import hashlib
 import math

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvgate import contract as c
 
-# What is written together, of every layer, in the boundary's layout and rank: K and V, or (packing `layer`) both as one.
+# What a layer writes, in the boundary's layout and rank: K and V, or (packing `layer`) both as one tensor.
 History = list[tuple[Tensor, ...]]
 
 

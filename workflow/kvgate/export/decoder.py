@@ -44,30 +44,47 @@ class Decoder(nn.Module):
         extra: dict[str, Any] = dict(given)
 
         def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            new = boundary.join(*(boundary.to_boundary(x, cache, self.spec.form) for x in (key, value)), cache)
+            form = self.spec.form
+            new = boundary.join(boundary.to_boundary(key, cache, form), boundary.to_boundary(value, cache, form), cache)
             axis = boundary.slot_axis(cache)
             pairs = [self.half.write(old, x, axis, extra) for old, x in zip(history[layer], new, strict=True)]
             returned[layer] = tuple(kept for _, kept in pairs)
             seen = boundary.part([x for x, _ in pairs], cache, layers[layer])
-            k, v = (boundary.from_boundary(x, cache, self.spec.form) for x in seen)
+            k, v = (boundary.from_boundary(x, cache, form) for x in seen)
             return k, v
 
-        self.step.masks = [given[f"mask.{x.mask}"] for x in layers]
+        self.step.masks = self._masks(given)
         self.step.rotations = [self._rotation(given, i) for i in range(len(self.spec.rotations))]
         self.step.update = update
         with seams.using(self._attend):
             logits = survey.run(self.model, given["embedding"], len(layers), update).logits
         return (logits, *boundary.pack([returned[i] for i in range(len(layers))], cache))
 
+    def _masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """Per layer; one that several layers share is one value of the graph."""
+        made: dict[tuple, Tensor] = {}
+        masks = []
+        for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
+            mask, kind = given[f"mask.{layer.mask}"], (layer.mask, known.slopes)
+            if known.slopes and kind not in made:
+                capacity, columns = self.contract.cache.capacity, mask.shape[1]
+                # A column past the capacity is the token itself: its distance is 0, whatever the position.
+                slot = torch.arange(columns) % capacity if columns > capacity else torch.arange(columns)
+                moves = (torch.arange(columns) < capacity).float()
+                distances = slot.float() - moves * given["position"]
+                made[kind] = mask + seams.distance_bias(known.slopes, distances, self.spec.form, layer.kv_heads)
+            masks.append(made.get(kind, mask))
+        return masks
+
     def _rotation(self, given: Mapping[str, Tensor], index: int) -> Any:
         if self.spec.form == "recipe":
             return given.get(f"rotation.{index}")
         return given.get(f"cosine.{index}"), given.get(f"sine.{index}")
 
-    def _attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
+    def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         """The plain form's attention function."""
         layer = self.scales[self.names[module]]
-        return seams.attend(query, key, value, self.step.masks[layer.index], layer.scale, layer.softcap)
+        return seams.attend(q, k, v, self.step.masks[layer.index], layer.scale, layer.softcap)
 
 
 def example(contract: c.Contract) -> tuple[Tensor, ...]:
@@ -99,6 +116,8 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
         else:
             inputs.append(c.Tensor(f"cosine.{i}", c.COSINE, (1, 1, rotation.width), index=i))
             inputs.append(c.Tensor(f"sine.{i}", c.SINE, (1, 1, rotation.width), index=i))
+    if any(x.slopes for x in spec.layers):
+        inputs.append(c.Tensor("position", c.POSITION, (1, 1), "float32"))
     inputs += half.extras(cache)
     inputs += c.cache_tensors(cache, layers, cache.capacity)
     outputs = [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kvgate.export import rotary, seams, survey
 from kvgate.export.seams import Step
-from kvgate.export.spec import Spec
+from kvgate.export.spec import Layer, Spec
 
 TOKENS = 12
 TOLERANCE = 1e-5  # normalized L2 in float32; recipes and plain forms were measured at 3e-7 to 1.4e-6
@@ -62,8 +62,8 @@ def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
         row = known.embedded[position]
         if known.positions is not None:
             row = row + known.positions[position]
-        windows = [spec.windows[x.mask] for x in sorted(spec.layers, key=lambda x: x.index)]
-        step.masks = [_mask(position, w) for w in windows]
+        ordered = sorted(spec.layers, key=lambda x: x.index)
+        step.masks = [_mask(position, spec.windows[x.mask]) + _bias(position, spec.form, x) for x in ordered]
         step.rotations = [rotary.at(table, position) for table in angles]
         with seams.using(attend):
             logits.append(survey.run(model, row.view(1, 1, -1), layers, update).logits[0, 0])
@@ -81,6 +81,12 @@ def _mask(position: int, window: int | None) -> Tensor:
     columns = torch.arange(position + 1)
     seen = columns > position - window if window else columns >= 0
     return torch.where(seen, 0.0, -1e4)[None]
+
+
+def _bias(position: int, form: str, layer: Layer) -> Tensor:
+    if not layer.slopes:
+        return torch.zeros(1)
+    return seams.distance_bias(layer.slopes, torch.arange(position + 1.0) - position, form, layer.kv_heads)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -29,8 +29,10 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     """
     try:
         found = survey.survey(load.attach(_copy(model)))
-    except survey.Unsupported as why:
-        raise Blocked(f"the model does not fit the seams: {why}", [finding("seams", str(why))]) from why
+    except Exception as why:  # foreign code called in a way that it may not know: data, not a bug of ours
+        text = str(why) if isinstance(why, survey.Unsupported) else f"{type(why).__name__}: {why}"
+        text = f"the model does not fit the seams: {text.strip().splitlines()[0]}"
+        raise Blocked(text, [finding("seams", text)]) from why
     known = equality.reference(model, found.position_table)
     embedding = _rows(model)
     load.attach(model)
@@ -72,7 +74,8 @@ def _rows(model: nn.Module) -> Tensor:
 
 
 def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Tensor]]:
-    layers, tensors = [], {}
+    layers: list[Layer] = []
+    tensors: dict[str, Tensor] = {}
     rotations: list[Rotation] = []
     for site in found.sites:
         plain = None
@@ -90,7 +93,8 @@ def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Ten
     replaced, weights = norms.measure(model)
     kept = [n for n in replaced if not n.module.startswith(inside)]
     spec = _spec(model, found, "recipe", "", layers, rotations)
-    return replace(spec, norms=tuple(kept)), tensors | {f"{n.module}.weight": weights[f"{n.module}.weight"] for n in kept}
+    names = [f"{n.module}.weight" for n in kept]
+    return replace(spec, norms=tuple(kept)), tensors | {name: weights[name] for name in names}
 
 
 def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, dict[str, Tensor]]:
@@ -100,11 +104,11 @@ def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, d
         scale = float(site.options.get("scaling") or site.key_size**-0.5)
         cap = site.options.get("softcap")
         sizes = (site.heads, site.kv_heads, site.key_size, site.value_size, site.outputs)
-        layers.append(Layer(site.module, site.index, *sizes, site.mask, site.rotation, scale, cap))
-        for option in ("s_aux", "alibi"):
-            if site.options.get(option) is not None:
-                text = f"{site.module}: its attention has {option}, allowed: scale, mask, soft cap"
-                raise Blocked(text, [finding("attention", text)])
+        plain = Layer(site.module, site.index, *sizes, site.mask, site.rotation, scale, cap)
+        layers.append(replace(plain, slopes=probe.slopes(site)))
+        if site.options.get("s_aux") is not None:
+            text = f"{site.module}: attention sinks, allowed: scale, mask, soft cap, alibi"
+            raise Blocked(text, [finding("attention", text)])
     replaced, weights = norms.measure(model)
     return replace(_spec(model, found, "plain", reason, layers, rotations), norms=tuple(replaced)), weights
 

@@ -51,6 +51,8 @@ def layer(module: nn.Module, site: Site, rotation: Rotation | None) -> tuple[Lay
         mask=site.mask,
         rotation=site.rotation if turning else None,
         softcap=site.options.get("softcap"),
+        slopes=slopes(site),
+        residual=bool(site.options.get("residual")),
         kernel=site.kv_heads == 1 and (site.heads <= 8 or site.heads % 8 != 0),
     )
     scale = float(site.options.get("scaling") or site.key_size**-0.5)
@@ -69,10 +71,14 @@ def _supported(site: Site) -> None:
         raise Unsupported(f"{site.module}: keys of {site.key_size} and values of {site.value_size} channels")
     if site.options.get("s_aux") is not None:
         raise Unsupported(f"{site.module}: attention sinks")
-    if site.options.get("alibi"):
-        raise Unsupported(f"{site.module}: adds a distance bias (alibi) to its scores")
     if site.heads % site.kv_heads:
         raise Unsupported(f"{site.module}: {site.heads} query heads for {site.kv_heads} KV heads")
+
+
+def slopes(site: Site) -> tuple[float, ...]:
+    """Of the distance bias that the module adds to its scores (alibi)."""
+    found = site.options.get("slopes")
+    return () if found is None else tuple(found.tolist())
 
 
 def norm_children(module: nn.Module) -> dict[str, str]:
@@ -110,18 +116,17 @@ class _Bare:
 
     def call(self, hidden: Tensor, attention: Any, angles: tuple[Tensor, Tensor] | None = None) -> Any:
         """The module's forward on [1, T, C], at cos 1 and sin 0 if no angles are given; `attention` is the seam."""
-        tokens, kwargs, args = hidden.shape[1], dict(self.site.kwargs), list(self.site.args)
-        if args:
+        fresh = seams.cache(self.site.index + 1, lambda i, k, v: (k, v))
+        kwargs = {k: fresh if isinstance(v, seams.Cache) else v for k, v in self.site.kwargs.items()}
+        args = [fresh if isinstance(a, seams.Cache) else a for a in self.site.args]
+        if args:  # a residual that the module adds would be taken for its bias
+            args = [torch.zeros(1) if isinstance(a, Tensor) and a.shape == args[0].shape else a for a in args]
             args[0] = hidden
         else:
             kwargs["hidden_states"] = hidden
-        for name, value in kwargs.items():
-            if isinstance(value, seams.Cache):
-                kwargs[name] = seams.cache(self.site.index + 1, lambda i, k, v: (k, v))
-        args = [seams.cache(self.site.index + 1, lambda i, k, v: (k, v)) if isinstance(a, seams.Cache) else a for a in args]
         known = kwargs.get("position_embeddings")
         if known is not None:
-            shape = (1, tokens, known[0].shape[-1])
+            shape = (1, hidden.shape[1], known[0].shape[-1])
             kwargs["position_embeddings"] = angles or (torch.ones(shape), torch.zeros(shape))
         with seams.using(attention):
             return self.module(*args, **kwargs)
@@ -290,5 +295,5 @@ def _norm_columns(weights: list[Tensor], kv_heads: int, groups: int) -> Tensor:
     """[1 or Hk, D, 1, g + 1]: one KV head's if all are equal."""
     q, k = weights
     columns = torch.cat([_group(q[None], kv_heads, groups)[0], k[..., None]], dim=2)[:, :, None]
-    # Fitted weights of equal heads differ in their last digits.
-    return columns.mean(0, keepdim=True) if (columns - columns[:1]).abs().max() < 1e-6 * columns.abs().max() else columns
+    equal = (columns - columns[:1]).abs().max() < 1e-6 * columns.abs().max()  # fitted ones differ in their last digits
+    return columns.mean(0, keepdim=True) if equal else columns

@@ -1,4 +1,4 @@
-"""A Decoder to ONNX: opset 17, its matrices in weights.bin by offset, the same bytes wherever and whenever it is made."""
+"""A Decoder to ONNX: opset 17, its matrices in weights.bin by offset, the same bytes wherever it is made."""
 
 import contextlib
 import io

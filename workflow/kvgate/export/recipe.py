@@ -36,6 +36,8 @@ class Attention(nn.Module):
         q, k, v = self._whole_norm(joint) if layer.norm == "all" else self._columns(joint)
         keys, values = step.update(layer.index, k, v)  # [Hk, D, 1, S]
         out = self._project(self._attend(q, keys, values, step.masks[layer.index]))
+        if layer.residual:
+            out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

@@ -29,18 +29,15 @@ def measure(heads: Heads, tokens: int, rotation: Rotation) -> Rotation | None:
     if torch.equal(scaled, base) and torch.equal(turned, base):
         return None
     still = [_close(turned[:, d], base[:, d]) for d in range(size)]  # channels that pass as they are
-    cosine, sine, turn, sign = [], [], [], []
+    columns: list[tuple[int, int, int, int]] = []  # cosine, sine, turn, sign of each channel
     for d in range(size):
         if still[d]:
-            for column, value in ((cosine, -1), (sine, -1), (turn, d), (sign, 0)):
-                column.append(value)
+            columns.append((-1, -1, d, 0))
             continue
-        cosine.append(_column(_ratio(scaled[:, d], base[:, d]), ramp))
         source, ratio = _source(turned[:, d], base)
-        sine.append(_column(abs(ratio), ramp))
-        turn.append(source)
-        sign.append(1 if ratio > 0 else -1)
-    return Rotation(rotation.module, rotation.arguments, width, *map(tuple, (cosine, sine, turn, sign)))
+        cosine = _column(_ratio(scaled[:, d], base[:, d]), ramp)
+        columns.append((cosine, _column(abs(ratio), ramp), source, 1 if ratio > 0 else -1))
+    return Rotation(rotation.module, rotation.arguments, width, *zip(*columns, strict=True))
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

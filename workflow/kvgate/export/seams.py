@@ -23,7 +23,7 @@ Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Step:
     """One decoding step: what modules of the model need that the model does not hand them."""
 
-    masks: list[Tensor] = field(default_factory=list)  # per layer [1, columns], additive
+    masks: list[Tensor] = field(default_factory=list)  # per layer, additive: [1, columns], alibi: one per head
     rotations: list[Any] = field(default_factory=list)  # per rotation [1, D, 1, D], or (cos, sin) of [1, 1, D]
     update: Update = lambda layer, key, value: (key, value)
 
@@ -77,6 +77,12 @@ def attend(
     return (weights @ value).transpose(1, 2)
 
 
+def distance_bias(slopes: tuple[float, ...], distances: Tensor, form: str, kv_heads: int) -> Tensor:
+    """Alibi: slope * (key's position - query's), in the shape of the form's scores. distances [columns]."""
+    shape = (kv_heads, 1, -1, 1) if form == "recipe" else (1, -1, 1, 1)
+    return torch.tensor(slopes).view(shape) * distances
+
+
 # The attention function and the mask function that the model calls. `handlers` is set by `using` only.
 _handlers: list[tuple[Callable[..., Tensor], Callable[..., Any]]] = []
 
@@ -93,7 +99,7 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-class using:  # noqa: N801
+class using:
     """`with using(attention, mask):` the functions that models with attention implementation `kvgate` call."""
 
     def __init__(self, attention: Callable[..., Tensor], mask: Callable[..., Any] = lambda **kwargs: None) -> None:

@@ -4,6 +4,7 @@ Each is the module's own arithmetic up to the scores; the equality with the unto
 """
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,9 +59,12 @@ def _bloom(
     **kwargs: Any,
 ) -> tuple:
     """BloomAttention; the distance bias that it adds to its scores is left to the attention function."""
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    slopes = _get_alibi_slopes(self.num_heads, "cpu")
     query, key, value = self._reshape(self.query_key_value(hidden_states))
-    out = _call(self, query, key, value, attention_mask, layer_past, alibi=True)
+    out = _call(self, query, key, value, attention_mask, layer_past, slopes=slopes, residual=True)
     return self.dense(out) + residual, None
 
 
-FORWARDS = {"FalconAttention": _falcon, "BloomAttention": _bloom}
+FORWARDS: dict[str, Callable[..., tuple]] = {"FalconAttention": _falcon, "BloomAttention": _bloom}

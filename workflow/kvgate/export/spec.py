@@ -39,7 +39,8 @@ class Layer:
     norm: str = ""  # recipe only: "" none, `head`: RMS over D, `all`: RMS over all heads
     epsilon: tuple[float, float] = (0.0, 0.0)  # of q's and k's norm
     kernel: bool = False  # the output projection is a convolution with kernel (1, g)
-    alibi: bool = False  # the module adds a distance bias to its scores
+    slopes: tuple[float, ...] = ()  # alibi: of each query head, score += slope * (key's position - query's)
+    residual: bool = False  # the module adds its second argument to its output
 
 
 @dataclass(frozen=True)

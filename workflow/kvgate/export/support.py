@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 # Model types whose layers keep a state that is not K and V of every token.
-_STATES = ("mamba", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "lfm2", "recurrent", "xlstm", "nemotron_h", "qwen3_next")
+_STATES = tuple(
+    "mamba falcon_mamba falcon_h1 rwkv jamba bamba zamba lfm2 recurrent xlstm nemotron_h qwen3_next"
+    " granitemoehybrid kimi_linear".split()
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _VISION = ("vision_config", "audio_config", "vision_tower")
 
 
@@ -23,12 +27,10 @@ def refusal(config: Mapping[str, Any]) -> str | None:
         return f"{name}: layers with a recurrent state, allowed: attention layers that cache K and V"
     if config.get("kv_lora_rank"):
         return f"{name}: latent attention (kv_lora_rank), allowed: attention that caches K and V per head"
-    if any((config.get(k) or 0) > 1 for k in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")):
+    if any((config.get(k) or 0) > 1 for k in _EXPERTS):
         return f"{name}: mixture of experts, allowed: dense decoders (an NPU graph cannot choose experts)"
     if kind in ("falcon", "mpt") and (config.get("alibi") or (config.get("attn_config") or {}).get("alibi")):
         return f"{name} with alibi: a distance bias on the scores, allowed: rotary or learned positions"
-    if kind == "bloom":
-        return f"{name}: a distance bias on the scores (alibi), allowed: rotary or learned positions"
     if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         return f"{name}: embeddings of {config['word_embed_proj_dim']} channels projected inside, allowed: hidden_size"
     if (config.get("num_kv_shared_layers") or 0) > 0:

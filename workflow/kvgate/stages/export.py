@@ -37,7 +37,11 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     surgery.fill(made.model, tensors)
     host_digest = _host(job, made, source)
     contract = replace(contract, host_sha256=host_digest)
-    graph = proto.export(made, prepared["tensors"], "weights.bin")
+    try:
+        graph = proto.export(made, prepared["tensors"], "weights.bin")
+    except torch.onnx.errors.OnnxExporterError as why:
+        text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
+        raise Blocked(text, [finding("exporter", text)]) from why
     record.link(source / "weights.bin", job.folder / "weights.bin")
     record.write_bytes(job.folder / "model.onnx", graph.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
