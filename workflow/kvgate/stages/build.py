@@ -37,6 +37,8 @@ class _Source:
 
 def run(job: Job) -> dict[str, Any]:
     """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or a gate does not hold."""
+    for name in (*_files(job), _LOG, "phases.json"):
+        (job.folder / name).unlink(missing_ok=True)
     source = _source(job)
     model = _graph(source)
     key = store.key(_identity(job, source))
