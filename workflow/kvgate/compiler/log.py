@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvgate.record import finding
@@ -86,8 +87,15 @@ def rule(text: str) -> str:
 
 
 def bare(text: str) -> str:
-    """The text with file names instead of absolute paths: a record is the same wherever it was made."""
-    return re.sub(r"(?<![\w.])(?:/[^\s/'\"]+)*/(?=[^\s/'\"]+)", "", text)
+    """The text with file names instead of absolute paths: a record is the same wherever it was made.
+
+    Names of ONNX nodes look like absolute paths too: those whose first folder is not on this machine are kept.
+    """
+
+    def short(match: re.Match[str]) -> str:
+        return "" if Path("/", match.group().split("/")[1]).exists() else match.group()
+
+    return re.sub(r"(?<![\w.])/(?:[^\s/'\"]+/)+(?=[^\s/'\"]+)", short, text)
 
 
 def last_error(text: str) -> str:
