@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 # Model types whose layers keep a state that is not K and V of every token.
-_STATES = tuple(
-    "mamba falcon_mamba falcon_h1 rwkv jamba bamba zamba lfm2 recurrent xlstm nemotron_h qwen3_next"
-    " granitemoehybrid kimi_linear".split()
-)
+_HYBRIDS = ("jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "qwen3_next", "kimi_linear")
+_STATES = ("mamba", "falcon_mamba", "rwkv", "lfm2", "recurrent", "xlstm", *_HYBRIDS)
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _VISION = ("vision_config", "audio_config", "vision_tower")
 
