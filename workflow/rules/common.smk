@@ -69,9 +69,8 @@ def begin():
     BEGUN.append(True)
     results = Path("results")
     stale = progress.stale(PLAN, results)
-    workflow.dag.forcefiles.update(
-        f"results/{path}" for path in stale if (results / path).exists()
-    )
+    # Missing ones too: else a removed record between two that exist would not be made again.
+    workflow.dag.forcefiles.update(f"results/{path}" for path in stale)
     first = next((row for row in PLAN.rows if row.quant == "fp16"), PLAN.rows[0])
     # One whole row early: a mistake shows after minutes, not hours.
     workflow.dag.priorityfiles.add(
