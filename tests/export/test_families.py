@@ -18,7 +18,7 @@ CACHED = [name for name in families.FAMILIES if name != "bloom"]
 ROWS = {
     "llama": 19,
     "llama_g1": 19,
-    "llama_g8": 19,
+    "llama_g8": 18,
     "mistral": 19,
     "qwen2": 19,
     "qwen3": 21,
@@ -33,7 +33,7 @@ ROWS = {
     "olmo2": 26,
     "cohere": 18,
     "gpt_neox": 19,
-    "falcon": 20,
+    "falcon": 19,
     "starcoder2": 19,
     "glm4": 23,
     "exaone4": 22.5,
