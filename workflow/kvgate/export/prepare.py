@@ -29,11 +29,10 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     """
     try:
         found = survey.survey(load.attach(_copy(model)))
+        known = equality.reference(model, found.position_table)
     except Exception as why:  # foreign code called in a way that it may not know: data, not a bug of ours
-        text = str(why) if isinstance(why, survey.Unsupported) else f"{type(why).__name__}: {why}"
-        text = f"the model does not fit the seams: {text.strip().splitlines()[0]}"
+        text = f"the model does not fit the seams: {_line(why)}"
         raise Blocked(text, [finding("seams", text)]) from why
-    known = equality.reference(model, found.position_table)
     embedding = _rows(model)
     load.attach(model)
     reason = "plain was asked for"
@@ -47,8 +46,8 @@ def prepare(model: nn.Module, form: str) -> Prepared:
             if error <= equality.TOLERANCE:
                 return Prepared(spec, changed, error, embedding, found.position_table)
             reason = f"the recipe differs from the model by {error:.1e}"
-        except survey.Unsupported as why:
-            reason = str(why)
+        except Exception as why:
+            reason = _line(why)
         print(f"plain form: {reason}", file=sys.stderr)
     spec, tensors = _plain(found, model, reason)
     step = Step()
@@ -59,6 +58,11 @@ def prepare(model: nn.Module, form: str) -> Prepared:
         text = f"the exported form differs from the model by {error:.1e}, allowed: {equality.TOLERANCE:.0e}"
         raise Blocked(text, [finding("differs", text)])
     return Prepared(spec, model, error, embedding, found.position_table)
+
+
+def _line(why: Exception) -> str:
+    text = str(why) if isinstance(why, survey.Unsupported) else f"{type(why).__name__}: {why}"
+    return text.strip().splitlines()[0]
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -93,8 +97,8 @@ def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Ten
     replaced, weights = norms.measure(model)
     kept = [n for n in replaced if not n.module.startswith(inside)]
     spec = _spec(model, found, "recipe", "", layers, rotations)
-    names = [f"{n.module}.weight" for n in kept]
-    return replace(spec, norms=tuple(kept)), tensors | {name: weights[name] for name in names}
+    tensors |= {name: tensor for name, tensor in weights.items() if not name.startswith(inside)}
+    return replace(spec, norms=tuple(kept)), tensors
 
 
 def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, dict[str, Tensor]]:

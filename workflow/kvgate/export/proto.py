@@ -23,8 +23,19 @@ def export(decoder: Decoder, index: Mapping[str, Any], location: str) -> onnx.Mo
 
     Raises ValueError on a parameter that is not in the index, or a name that the compiler would refuse.
     """
-    contract = decoder.contract
-    buffer = io.BytesIO()
+    declared = {t.name for t in decoder.contract.inputs}
+    model = _trace(decoder, folding=True)
+    if any(x.name.removeprefix("model.") not in index for x in model.graph.input if x.name not in declared):
+        model = _trace(decoder, folding=False)  # a folded parameter has no values anywhere
+    _attach(model, declared, index, location)
+    residual.reorder(model)
+    _clean(model)
+    _check_names(model)
+    return model
+
+
+def _trace(decoder: Decoder, folding: bool) -> onnx.ModelProto:
+    contract, buffer = decoder.contract, io.BytesIO()
     with torch.no_grad(), warnings.catch_warnings(), _exportable():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -34,16 +45,11 @@ def export(decoder: Decoder, index: Mapping[str, Any], location: str) -> onnx.Mo
             dynamo=False,
             opset_version=OPSET,
             export_params=False,  # parameters become inputs: they are pointed into weights.bin below
-            do_constant_folding=True,
+            do_constant_folding=folding,
             input_names=[t.name for t in contract.inputs],
             output_names=[t.name for t in contract.outputs],
         )
-    model = onnx.load_from_string(buffer.getvalue())
-    _attach(model, {t.name for t in contract.inputs}, index, location)
-    residual.reorder(model)
-    _clean(model)
-    _check_names(model)
-    return model
+    return onnx.load_from_string(buffer.getvalue())
 
 
 def _attach(model: onnx.ModelProto, declared: set[str], index: Mapping[str, Any], location: str) -> None:

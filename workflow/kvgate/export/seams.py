@@ -87,8 +87,10 @@ def distance_bias(slopes: tuple[float, ...], distances: Tensor, form: str, kv_he
 _handlers: list[tuple[Callable[..., Tensor], Callable[..., Any]]] = []
 
 
-def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple:
-    return _handlers[-1][0](module, query, key, value, mask, **kwargs), None
+def _attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+) -> tuple:
+    return _handlers[-1][0](module, query, key, value, attention_mask, **kwargs), None
 
 
 def _mask(**kwargs: Any) -> Any:

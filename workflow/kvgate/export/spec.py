@@ -45,7 +45,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm module that is replaced by an equal one; `rms` or `layer`, over the last axis, weight and no bias."""
+    """A norm module that is replaced by an equal one; `rms` or `layer`, over the last axis."""
 
     module: str
     kind: str

@@ -25,7 +25,7 @@ def refusal(config: Mapping[str, Any]) -> str | None:
         return f"{name}: layers with a recurrent state, allowed: attention layers that cache K and V"
     if config.get("kv_lora_rank"):
         return f"{name}: latent attention (kv_lora_rank), allowed: attention that caches K and V per head"
-    if any((config.get(k) or 0) > 1 for k in _EXPERTS):
+    if config.get("is_moe") is not False and any((config.get(k) or 0) > 1 for k in _EXPERTS):
         return f"{name}: mixture of experts, allowed: dense decoders (an NPU graph cannot choose experts)"
     if kind in ("falcon", "mpt") and (config.get("alibi") or (config.get("attn_config") or {}).get("alibi")):
         return f"{name} with alibi: a distance bias on the scores, allowed: rotary or learned positions"

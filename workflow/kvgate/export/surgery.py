@@ -39,7 +39,8 @@ def operate(model: nn.Module, spec: Spec, step: Step, tensors: Mapping[str, Tens
             own = {n: tensors[key] for n in recipe.TENSORS if (key := f"{layer.module}.{n}") in tensors}
             model.set_submodule(layer.module, recipe.Attention(layer, step, own))
     for norm in spec.norms:
-        model.set_submodule(norm.module, norms.Exact(norm.kind, norm.epsilon, tensors[f"{norm.module}.weight"]))
+        weight, bias = tensors[f"{norm.module}.weight"], tensors.get(f"{norm.module}.bias")
+        model.set_submodule(norm.module, norms.Exact(norm.kind, norm.epsilon, weight, bias))
     numbers: dict[str, dict[tuple, int]] = {}
     for i, rotation in enumerate(spec.rotations):
         numbers.setdefault(rotation.module, {})[rotation.arguments] = i
