@@ -16,11 +16,12 @@ from kvgate.engines.onnxruntime import Engine
 from kvgate.export import exporter
 from kvgate.job import Job
 from kvgate.observe import observe
+from kvgate.strategies.dynamic_concat.host import Host as ConcatHost
 from kvgate.strategies.hf_export.host import Host as HfHost
 from kvgate.strategies.recompute.host import Host as RecomputeHost
 
 CAPACITY = 12
-HOSTS = {"hf_export": HfHost, "recompute": RecomputeHost}
+HOSTS = {"hf_export": HfHost, "dynamic_concat": ConcatHost, "recompute": RecomputeHost}
 
 
 def job(manifest: Path, module: str, results: Path) -> Job:
@@ -31,7 +32,7 @@ def job(manifest: Path, module: str, results: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """A model with a window of 5 tokens, exported both ways; and its trace over one token more than the capacity."""
+    """A model with a window of 5 tokens, exported in each way; and its trace over one token more than the capacity."""
     folder = tmp_path_factory.mktemp("mistral")
     manifest = families.checkpoint(folder / "checkpoint", "mistral")
     jobs = {module: job(manifest, module, folder / "results") for module in HOSTS}
@@ -39,7 +40,7 @@ def mistral(tmp_path_factory):
     return folder, jobs, bodies, families.generation(folder / "checkpoint", [5, 6, 7], CAPACITY - 2)
 
 
-def opened(run: Job) -> tuple[Contract, RecomputeHost | HfHost, Engine]:
+def opened(run: Job) -> tuple[Contract, RecomputeHost | ConcatHost, Engine]:
     contract = Contract.from_json((run.folder / "contract.json").read_text())
     host = HOSTS[contract.strategy](contract, np.load(run.folder / "host.npz"), -1e4)
     return contract, host, Engine(run.folder / "model.onnx", contract)
@@ -54,7 +55,7 @@ def test_right_in_every_history(mistral, module):
     assert found["forced/positions"].tolist() == list(range(CAPACITY))
     for history in ("isolated", "forced"):
         np.testing.assert_allclose(found[f"{history}/logits"], trace.logits[:CAPACITY], rtol=1e-3, atol=1e-4)
-        for i, key in enumerate(trace.keys if module == "hf_export" else []):
+        for i, key in enumerate(trace.keys if module != "recompute" else []):
             np.testing.assert_allclose(found[f"{history}/key.{i}"], key[:CAPACITY], rtol=1e-3, atol=1e-4)
     assert found["free/diverged"] == -1 and not found["forced/disturbed"].any()
     with pytest.raises(ValueError, match="cache full"):

@@ -35,11 +35,6 @@ def code_digest(roots: Iterable[str]) -> str:
     return total.hexdigest()[:12]
 
 
-def exists(module: str) -> bool:
-    """Whether the package has a module of this dotted name."""
-    return _file(module) is not None
-
-
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """The versions of packages as installed now, without a local label such as +cpu; `missing` where one is not."""
     return {name: _version(name) for name in packages}

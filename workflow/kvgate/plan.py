@@ -117,10 +117,11 @@ class Plan:
     def _export(self, w: dict[str, str]) -> Node:
         entry = self.config["strategies"][w["strategy"]]
         inputs = {"fetch": self.node("fetch", w)}
-        if entry["form"] != "exporter":
+        if entry["form"] == "exporter":
+            roots = ("export.exporter",)
+        else:
             inputs["prepare"] = self.node("prepare", w | {"form": entry["form"]})
-        graph = f"strategies.{entry['module']}.graph"
-        roots = (graph,) if digest.exists(f"{digest.PACKAGE}.{graph}") else ("export.exporter",)
+            roots = (f"strategies.{entry['module']}.graph",)
         return self._make("export", w, {"strategy": entry}, inputs, roots)
 
     def _check(self, w: dict[str, str]) -> Node:

@@ -1,7 +1,8 @@
 """Graphs as the libraries' own exporters write them: what a user has today, and the baseline without a cache.
 
-`hf_export`: transformers' `OnnxExporter` on its `DynamicCache`, static shapes. `recompute`: the whole prefix through
-the legacy exporter of PyTorch, cache off. No seam of ours, no recipe; names, nodes and weights are the exporter's.
+`hf_export`: transformers' `OnnxExporter` on its `DynamicCache`, static shapes. `dynamic_concat`: the same cache through
+the legacy exporter of PyTorch, angles made in the graph from the position. `recompute`: the whole prefix through the
+legacy exporter, cache off. No seam of ours, no recipe; nodes and weights are the exporter's.
 
 Changed, so that equal work gives equal bytes and no path of a machine is in the file: doc strings and metadata of the
 graph, its nodes and values are taken out, and the weights go into weights.bin beside the graph.
@@ -33,7 +34,7 @@ _CACHE_NAME = re.compile(r"\blayers\.(\d+)\.(keys|values)$")
 def run(job: Job) -> dict[str, Any]:
     """Export the strategy's graph. Raises record.Blocked where the exporter itself refuses the model."""
     strategy = job.config["strategy"]
-    write = {"hf_export": _hf_export, "recompute": _recompute}[strategy["module"]]
+    write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
     implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
     model = transformers.AutoModelForCausalLM.from_pretrained(
         job.inputs["fetch"].parent, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
@@ -42,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        inputs, outputs, layers = write(model, int(strategy["capacity"]), work)
+        inputs, outputs, layers, window = write(model, int(strategy["capacity"]), work)
         np.savez(work / "host.npz")  # this host looks nothing up
         contract = c.Contract(
             strategy=strategy["module"],
@@ -53,7 +54,7 @@ def run(job: Job) -> dict[str, Any]:
             hidden=int(model.config.hidden_size),
             cache=c.Cache(int(strategy["capacity"]), layout="rows", rank=4, packing="apart"),
             layers=layers,
-            windows=(None,),
+            windows=(window,),
             inputs=inputs,
             outputs=outputs,
             host_sha256=record.sha256(work / "host.npz"),
@@ -68,7 +69,8 @@ def run(job: Job) -> dict[str, Any]:
     return {"form": "exporter", "reason": contract.reason, "contract": contract.digest, "files": files}
 
 
-Boundary = tuple[tuple[c.Tensor, ...], tuple[c.Tensor, ...], tuple[c.Layer, ...]]
+# Inputs, outputs, layers, and the sliding window of the mask that the host makes (None where it is the graph's own).
+Boundary = tuple[tuple[c.Tensor, ...], tuple[c.Tensor, ...], tuple[c.Layer, ...], int | None]
 
 
 def _hf_export(model: Any, capacity: int, folder: Path) -> Boundary:
@@ -102,7 +104,7 @@ def _hf_export(model: Any, capacity: int, folder: Path) -> Boundary:
     for keys, values in rows:
         heads = reference.distinct_heads(keys, model.config).shape[1]  # falcon's tensors hold each head g times
         layers.append(c.Layer(heads, keys.shape[3], values.shape[3], rotation=None))  # angles are made in the graph
-    return inputs, outputs, tuple(layers)
+    return inputs, outputs, tuple(layers), None
 
 
 def _cached_rows(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -132,25 +134,87 @@ class _Whole(torch.nn.Module):
         return self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 
 
-def _recompute(model: torch.nn.Module, capacity: int, folder: Path) -> Boundary:
+class _Step(torch.nn.Module):
+    """One token against the cache, everything else as the model's own code does it."""
+
+    def __init__(self, model: torch.nn.Module, layers: int) -> None:
+        super().__init__()
+        self.model, self.layers = model, layers
+
+    def forward(self, ids: torch.Tensor, position: torch.Tensor, mask: torch.Tensor, *cached: torch.Tensor) -> Any:
+        cache: Any = transformers.DynamicCache()
+        for i in range(self.layers):
+            cache.update(cached[2 * i], cached[2 * i + 1], i)
+        # A mask of rank 4 is taken as it is.
+        called = {
+            "position_ids": position,
+            "attention_mask": mask,
+            "use_cache": True,
+            _cache_argument(self.model): cache,
+        }
+        logits = self.model(input_ids=ids, **called).logits
+        return logits, *(x for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of all layers. Raises record.Blocked where only some slide: the mask is one input."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if window and len(kinds) > 1:
+        text = f"layer types: got {', '.join(sorted(kinds))}, allowed: all the same"
+        raise record.Blocked(text, [record.finding("exporter", text)])
+    return window if kinds == {"sliding_attention"} else None
+
+
+def _cache_argument(model: Any) -> str:
+    """`cache` since transformers 5.24, `past_key_values` before, and in models not moved yet."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _legacy(model: Any, capacity: int, folder: Path) -> Boundary:
+    """One token against `capacity` cached ones, [1, Hk, S, D]; the present comes back with capacity + 1."""
+    layers = tuple(
+        c.Layer(keys.shape[1], keys.shape[3], values.shape[3], rotation=None) for keys, values in _cached_rows(model)
+    )
+    cache = c.Cache(capacity, layout="rows", rank=4, packing="apart")
+    history = c.cache_tensors(cache, layers, capacity)
+    inputs = (
+        c.Tensor("ids", c.IDS, (1, 1), "int64"),
+        c.Tensor("position", c.POSITION, (1, 1), "int64"),
+        c.Tensor("mask.0", c.MASK, (1, 1, 1, capacity + 1)),
+        *history,
+    )
+    logits = c.Tensor("logits", c.LOGITS, (1, 1, int(model.get_output_embeddings().weight.shape[0])))
+    outputs = (logits, *c.cache_tensors(cache, layers, capacity + 1, ".out"))
+    example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
+    _export_legacy(_Step(model, len(layers)), example, [t.name for t in inputs], [t.name for t in outputs], folder)
+    return inputs, outputs, layers, _window(model.config)
+
+
+def _recompute(model: Any, capacity: int, folder: Path) -> Boundary:
     """The whole prefix [1, capacity] in, every position's logits out; the causal mask is a constant of the graph."""
-    ids = torch.zeros(1, capacity, dtype=torch.int64)
+    graph = _export_legacy(_Whole(model), (torch.zeros(1, capacity, dtype=torch.int64),), ["ids"], ["logits"], folder)
+    return tuple(_tensor(x) for x in graph.input), tuple(_tensor(x) for x in graph.output), (), None
+
+
+def _export_legacy(
+    module: torch.nn.Module, example: tuple[torch.Tensor, ...], inputs: list[str], outputs: list[str], folder: Path
+) -> onnx.GraphProto:
     with warnings.catch_warnings(), torch.no_grad(), _writable_repeats():
         warnings.simplefilter("ignore")
         try:
             torch.onnx.export(
-                _Whole(model),
-                (ids,),
+                module,
+                example,
                 str(folder / "legacy.onnx"),
-                input_names=["ids"],
-                output_names=["logits"],
+                input_names=inputs,
+                output_names=outputs,
                 opset_version=LEGACY_OPSET,
                 dynamo=False,
             )
         except Exception as error:
             raise _refused("torch's legacy exporter", error) from error
-    graph = _save(folder / "legacy.onnx", folder)
-    return tuple(_tensor(x) for x in graph.input), tuple(_tensor(x) for x in graph.output), ()
+    return _save(folder / "legacy.onnx", folder)
 
 
 @contextmanager
