@@ -12,9 +12,9 @@ from kvgate.observe import observe
 
 CAPACITY = 8
 TOLERANCE = 1e-4
-CACHED = [name for name in families.FAMILIES if name != "bloom"]
 
 # Most rows of the compiler's table a layer, at 4 against 2 layers: the figures of recipe A on rk3576, fp16.
+# bloom adds a distance bias to each head's scores and has no figure of before: that is what it takes.
 ROWS = {
     "llama": 19,
     "llama_g1": 19,
@@ -37,14 +37,15 @@ ROWS = {
     "starcoder2": 19,
     "glm4": 23,
     "exaone4": 22.5,
+    "bloom": 25,
 }
 SLIDING = {"mistral": (5,), "phi3": (5,), "starcoder2": (5,)}
 SLIDING |= dict.fromkeys(("gemma2", "gemma3_text", "exaone4"), (None, 5))
-NO_ROTARY = {"gpt2", "opt"}
+NO_ROTARY = {"gpt2", "opt", "bloom"}
 
 
 @pytest.mark.parametrize("form", ["recipe", "plain"])
-@pytest.mark.parametrize("family", CACHED)
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_the_graph_is_the_model(tmp_path, family, form):
     """Tokens of the whole capacity against whole-prefix recomputation; each family's own masks and rotations."""
     model = Model.of(tmp_path, family)
@@ -58,7 +59,7 @@ def test_the_graph_is_the_model(tmp_path, family, form):
     assert graph.contract.windows == SLIDING.get(family, (None,))
     rotations = {x.rotation for x in graph.contract.layers}
     if family in NO_ROTARY:
-        assert rotations == {None} and "position" in graph.tables
+        assert rotations == {None} and ("position" in graph.tables) == (family != "bloom")
     elif form == "recipe" and family in ("smollm3", "exaone4"):
         assert None in rotations and 0 in rotations  # found by itself: every second layer has no rotary embedding
     else:
@@ -99,10 +100,10 @@ def test_a_window_beyond_the_capacity_is_no_window(tmp_path):
     assert model.export("cpu_managed", capacity=6).contract.windows == (None, 5)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "falcon", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo2", "falcon", "gpt2", "bloom"])
 @pytest.mark.parametrize("module", graphs.STRATEGIES)
 def test_other_strategies_take_odd_families(tmp_path, family, module):
-    """Two masks and rotations; a norm over all heads; repeated KV heads; learned positions."""
+    """Two masks and rotations; a norm over all heads; repeated KV heads; learned positions; a bias."""
     model = Model.of(tmp_path, family)
     trace = model.text(CAPACITY + 1)
     graph = model.export(module, capacity=CAPACITY, packing="model", rank=3)
@@ -110,14 +111,8 @@ def test_other_strategies_take_odd_families(tmp_path, family, module):
     assert max(worst(found, trace, "forced")) < TOLERANCE and not found["forced/disturbed"].any()
 
 
-def test_bloom_is_refused_clearly(tmp_path):
-    model = Model.of(tmp_path, "bloom")
-    with pytest.raises(record.Blocked, match=r"model type 'bloom': a distance bias on the scores \(alibi\), allowed:"):
-        model.export("cpu_managed")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CACHED)
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_it_compiles_as_measured(family):
     """rk3576, fp16: every declared input and output is there, in order (a gate of the build), the simulator agrees
     with ONNX Runtime, nothing runs on the CPU, attention is fused, and a layer takes no more rows than before."""
