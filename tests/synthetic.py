@@ -148,5 +148,6 @@ def judged(root: Path, change: Any = None, of: Trace | None = None, build: dict[
 
 def tabulated(root: Path, rows: list[dict[str, str]], sweep: str = "default") -> dict[str, Any]:
     inputs = {f"judge.{n}": root / record_path("judge", row) for n, row in enumerate(rows)}
-    job = Job("tabulate", {"sweep": sweep}, {"rows": [list(row.values()) for row in rows]}, inputs, root)
+    config = {"rows": [list(row.values()) for row in rows], "store_gb": 1}
+    job = Job("tabulate", {"sweep": sweep}, config, inputs, root)
     return tabulate.run(job)

@@ -163,7 +163,11 @@ class Plan:
 
     def _tabulate(self, w: dict[str, str]) -> Node:
         inputs = {f"judge.{n}": self.node("judge", row.wildcards()) for n, row in enumerate(self.rows)}
-        return self._make("tabulate", w, {"rows": [list(r.wildcards().values()) for r in self.rows]}, inputs, ())
+        config = {
+            "rows": [list(row.wildcards().values()) for row in self.rows],
+            "store_gb": self.config["limits"]["store_gb"],
+        }
+        return self._make("tabulate", w, config, inputs, ())
 
     def _programs(self) -> dict[str, dict[str, Any]]:
         return {name: self.config["programs"][name] for name in self.config["sweep"]["programs"]}

@@ -1,13 +1,13 @@
 """tabulate: all verdicts of a sweep -> acceptance.tsv, acceptance.md and acceptance.json, and the folders to ship.
 
 A folder below ship/{sweep} for each row that passes or warns: hard links to the artifact, both contracts, host.npz and
-the tokenizer. Folders of this sweep's rows that no longer do are removed.
+the tokenizer. Folders of this sweep's rows that no longer do are removed, and the store is cut to its limit.
 """
 
 from pathlib import Path
 from typing import Any
 
-from kvgate import record, table
+from kvgate import record, store, table
 from kvgate.columns import COLUMNS, UNITS
 from kvgate.job import Job, record_path
 
@@ -25,6 +25,7 @@ def run(job: Job) -> dict[str, Any]:
     record.write_bytes(job.folder / "acceptance.md", _markdown(sweep, verdicts).encode())
     shown = Path(job.results.name)  # no absolute path in a record
     shipped = ship(job.results, sweep, verdicts)
+    store.prune(job.results, job.config["store_gb"])
     return {
         "files": {name: record.sha256(job.folder / name) for name in ("acceptance.tsv", "acceptance.md")},
         "rows": [dict(zip(NAMES, cells, strict=True)) for cells in rows],
