@@ -150,7 +150,9 @@ class _Recorder:
         site = Site(name, index, options=options)
         site.heads, site.kv_heads = query.shape[1], key.shape[1]
         site.key_size, site.value_size = key.shape[-1], value.shape[-1]
-        site.mask = int(mask.flatten()[0]) if mask is not None else self._full()
+        site.mask = self._full() if mask is None else int(mask.flatten()[0])
+        if mask is not None and not (site.mask in range(len(self.windows)) and bool((mask == site.mask).all())):
+            raise Unsupported(f"{name} makes a mask of its own")
         self.sites.append(site)
         return torch.zeros(1, query.shape[2], site.heads, site.value_size)
 
