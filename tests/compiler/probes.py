@@ -116,6 +116,31 @@ def norms() -> dict[str, Any]:
     return found
 
 
+def sessions() -> dict[str, Any]:
+    """The simulator's outputs with its own sessions and with ours, bit for bit, at several inputs."""
+    from kvgate.engines import sessions
+
+    shape = [1, 1, 64]
+    rng = np.random.default_rng(0)
+    constants = {n: rng.normal(size=(64, 64)).astype(np.float32) / 8 for n in ("v", "w")}
+    graph = save(
+        [("MatMul", ["x", "v"], "h", {}), ("Relu", ["h"], "r", {}), ("MatMul", ["r", "w"], "y", {})],
+        {"x": (FLOAT, shape)},
+        {"y": (FLOAT, shape)},
+        constants,
+    )
+    feeds = [rng.normal(size=shape).astype(np.float32) for _ in range(4)]
+
+    def outputs() -> list[bytes]:
+        toolkit = built(graph)
+        toolkit.init_runtime()
+        return [toolkit.inference(inputs=[x])[0].tobytes() for x in feeds]
+
+    plain = outputs()
+    kind = sessions.install(["x"])
+    return {"equal": outputs() == plain, "different": len(set(plain)), "kept": kind.kept}
+
+
 def platform(pair: str) -> str:
     """Whether a platform builds a dtype: `ok`, or the refusal's last line."""
     chip, dtype = pair.split(":")

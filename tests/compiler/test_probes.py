@@ -28,7 +28,7 @@ def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, found = probe(tmp_path_factory.mktemp("probes"), "cube", "counters", "norms")
+    code, found = probe(tmp_path_factory.mktemp("probes"), "cube", "counters", "norms", "sessions")
     assert code == 0
     return found
 
@@ -51,6 +51,11 @@ def test_integer_states_are_exact_and_float_counters_round(probes: dict[str, Any
 def test_a_norm_of_products_is_all_zeros(probes: dict[str, Any]) -> None:
     assert probes["norms"]["pow"] < 1e-3
     assert probes["norms"]["mul"] > 0.9
+
+
+@pytest.mark.slow
+def test_kept_weights_change_no_bit(probes: dict[str, Any]) -> None:
+    assert probes["sessions"] == {"equal": True, "different": 4, "kept": 2}  # one copy a weight, not one a step
 
 
 @pytest.mark.slow

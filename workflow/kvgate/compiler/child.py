@@ -129,10 +129,12 @@ def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
 
     import numpy as np
 
+    from kvgate.engines import sessions
     from kvgate.engines.simulator import Engine
     from kvgate.observe import Trace, observe
 
     _calm_malloc()
+    sessions.install(t.name for t in contract.inputs)
     with run.of("init"):
         _call("init_runtime", toolkit.init_runtime)
     with run.of("simulate"), np.load(request.tables) as tables:
