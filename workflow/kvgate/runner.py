@@ -39,8 +39,8 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
         except BaseException as error:
             traceback.print_exc()
             where = f"; see {log}" if log else ""
-            last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            print(f"{progress.title(job)}: failed: {last[0]}{where}", file=terminal, flush=True)
+            last = traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
+            print(f"{progress.title(job)}: failed: {last}{where}", file=terminal, flush=True)
             return 1
         cost = {"seconds": round(time.monotonic() - started, 2), "peak_mb": _peak_mb()}
         record.write(progress.cost_path(job.record), cost)
@@ -107,19 +107,22 @@ def _alone(job: Job) -> Iterator[None]:
 @contextmanager
 def _captured(log: Path | None) -> Iterator[TextIO]:
     """Everything that this process and its children print goes to the log; yields the terminal."""
-    terminal = os.fdopen(os.dup(2), "w")
-    if log is None:
-        yield terminal
-        return
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    try:
-        yield terminal
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    with os.fdopen(os.dup(2), "w") as terminal:
+        if log is None:
+            yield terminal
+            return
+        log.parent.mkdir(parents=True, exist_ok=True)
+        kept = os.dup(1), os.dup(2)
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            yield terminal
+        finally:
+            for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
+                stream.flush()
+                os.dup2(kept[descriptor - 1], descriptor)
+                os.close(kept[descriptor - 1])
 
 
 @contextmanager

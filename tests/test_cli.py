@@ -1,0 +1,52 @@
+"""The commands as a person calls them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BASE = Path(__file__).parents[1]
+
+
+def kvgate(*args: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvgate", *args]
+    return subprocess.run(command, cwd=BASE, capture_output=True, text=True, env={"PYTHONPATH": "workflow"})
+
+
+def test_help_names_every_command():
+    said = kvgate("--help").stdout
+    for name in ("fetch", "trace", "prepare", "export", "check", "build", "verify", "judge", "tabulate"):
+        assert name in said
+    for name in ("table", "gate", "audit", "store", "bench", "preflight"):
+        assert name in said
+
+
+def test_a_bad_config_is_one_line(tmp_path):
+    (tmp_path / "bad.yaml").write_text("sweep: {programs: [nope]}\n")
+    done = kvgate("table", "--configfile", str(tmp_path / "bad.yaml"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvgate table: sweep.programs[0]: got 'nope', known: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_key_that_is_none_is_one_line():
+    done = kvgate("judge", "not a key")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+def test_the_table_of_nothing_says_so(tmp_path):
+    done = kvgate("table", "--results", str(tmp_path))
+    assert "13" in done.stdout + done.stderr  # rows to come
+
+
+def test_gate_fails_while_rows_are_missing(tmp_path):
+    done = kvgate("gate", "--results", str(tmp_path))
+    assert done.returncode == 1
+
+
+HEAVY = "import sys, kvgate.plan, kvgate.progress; print(sorted({'torch', 'onnx', 'numpy', 'rknn'} & set(sys.modules)))"
+
+
+def test_planning_imports_nothing_heavy():
+    env = {"PYTHONPATH": str(BASE / "workflow")}
+    done = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, env=env)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,90 @@
+"""Keys: what they hold, how they chain, and how they travel to a command."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from kvgate import plan
+from kvgate.contract import canonical
+
+BASE = Path(__file__).parents[1]
+TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
+ROW = {"model": "tiny", "weights": "plain", "strategy": "tiny_blend", "platform": "rk3576", "quant": "w8a8"}
+STEPS = ("fetch", "trace", "prepare", "export", "check", "build", "verify", "judge", "tabulate")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> plan.Plan:
+    return plan.Plan(BASE, TINY)
+
+
+def test_every_job_comes_after_those_that_it_reads(tiny):
+    seen: set[str] = set()
+    for node in tiny.nodes():
+        assert {below.record for below in node.inputs.values()} <= seen
+        seen.add(node.record)
+    counts = {stage: len(tiny.of_stage(stage)) for stage in STEPS}
+    assert counts == dict(zip(STEPS, (1, 4, 1, 2, 2, 4, 8, 4, 1), strict=True))
+
+
+def test_a_key_holds_the_keys_of_what_it_reads(tiny):
+    """So that a change at the source reaches the table, also where an interrupted run left files of every age."""
+    for node in tiny.nodes():
+        held = json.loads(node.key)["inputs"]
+        assert held == {label: [below.record, below.short] for label, below in node.inputs.items()}
+
+
+def test_only_quantized_builds_read_calibration_texts(tiny):
+    wildcards = ROW | {"part": "decode"}
+    quantized = tiny.node("build", wildcards).inputs
+    assert [x for x in quantized if x.startswith("calibration.")] == [
+        "calibration.tiny_calibration_a",
+        "calibration.tiny_calibration_b",
+    ]
+    assert not [x for x in tiny.node("build", wildcards | {"quant": "fp16"}).inputs if x.startswith("calibration.")]
+
+
+def test_histories_are_no_part_of_a_trace():
+    other = copy.deepcopy(TINY)
+    other["programs"]["tiny_fill"]["histories"] = ["isolated", "forced"]
+    changed = {
+        n.stage
+        for a, n in zip(plan.Plan(BASE, TINY).nodes(), plan.Plan(BASE, other).nodes(), strict=True)
+        if a.key != n.key
+    }
+    assert changed == {"check", "build", "verify", "judge", "tabulate"}
+
+
+def test_changes_name_the_part_and_what_in_it(tiny):
+    node = tiny.node("build", ROW | {"part": "decode"})
+    recorded = json.loads(node.key)
+    assert plan.changes(node, recorded) == []
+    assert plan.changes(node, None) == ["new"]
+    recorded["versions"]["rknn-toolkit2"] = "1"
+    recorded["code"]["digest"] = "0"
+    assert plan.changes(node, recorded) == ["code", "versions rknn-toolkit2"]
+
+
+@given(st.dictionaries(st.text(max_size=20), st.text(max_size=200), max_size=5), st.integers(0, 4000))
+def test_a_key_travels_unchanged(parts, repeat):
+    key = canonical({"parts": parts, "long": ["abcdefgh"] * repeat})
+    argument = plan.pack(key)
+    assert plan.unpack(argument) == json.loads(key)
+    assert len(argument.encode()) < 128 * 1024
+
+
+def test_a_large_file_is_told_by_its_blocks(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(3 << 20))
+    before = plan.file_state(path)
+    path.touch()
+    assert plan.file_state(path) == before
+    with path.open("r+b") as file:
+        file.seek((3 << 20) - 1)
+        file.write(b"x")
+    assert plan.file_state(path) != before
+    assert plan.file_state(tmp_path / "none") == "unreadable: No such file or directory"

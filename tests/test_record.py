@@ -1,0 +1,40 @@
+"""Records are whole or absent, and equal for equal content."""
+
+import os
+
+import pytest
+from kvgate import record
+
+
+def test_equal_content_gives_equal_bytes(tmp_path):
+    record.write(tmp_path / "a.json", {"b": 1, "a": [1.5]})
+    record.write(tmp_path / "b.json", {"a": [1.5], "b": 1})
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert record.read(tmp_path / "a.json") == {"a": [1.5], "b": 1}
+
+
+def test_nan_is_refused_and_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    record.write(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        record.write(path, {"a": float("nan")})
+    assert record.read(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        record.write_bytes(tmp_path / "x" / "a.bin", b"1")
+    assert not list((tmp_path / "x").iterdir())
+
+
+def test_a_link_replaces_what_was_there(tmp_path):
+    (tmp_path / "a").write_text("new")
+    (tmp_path / "b").write_text("old")
+    record.link(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").samefile(tmp_path / "a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
