@@ -10,7 +10,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 if str(BASE / "workflow") not in sys.path:
     sys.path.insert(0, str(BASE / "workflow"))
 
-from kvgate import progress, sweep
+from kvgate import preflight, progress, sweep
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
 from kvgate.plan import Plan, pack
@@ -76,8 +76,9 @@ def begin():
     workflow.dag.priorityfiles.add(
         f"results/{PLAN.node('judge', first.wildcards()).record}"
     )
-    for line in progress.begin(PLAN, stale, results, write=not workflow.dryrun):
-        print(line, file=sys.stderr)
+    lines = progress.begin(PLAN, stale, results, write=not workflow.dryrun)
+    problem = preflight.problem()
+    print("\n".join([*lines, *([f"kvgate: {problem}"] if problem else [])]), file=sys.stderr)
     return True
 
 
