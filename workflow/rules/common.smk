@@ -78,7 +78,10 @@ def begin():
     )
     lines = progress.begin(PLAN, stale, results, write=not workflow.dryrun)
     problem = preflight.problem()
-    print("\n".join([*lines, *([f"kvgate: {problem}"] if problem else [])]), file=sys.stderr)
+    print(
+        "\n".join([*lines, *([f"kvgate: {problem}"] if problem else [])]),
+        file=sys.stderr,
+    )
     return True
 
 
