@@ -144,6 +144,14 @@ def test_the_best_row_is_green_then_cheap():
     assert table.best_row([verdict("fail", 1), verdict("pass", 1, None)]) is None
 
 
+def test_where_nothing_ships_the_closest_row_is_named(root):
+    red = [row for row in ROWS if row["quant"] in ("w8a8", "broken")]
+    said = table.summary(root, "default", table.load(root, red), 2)
+    assert "nothing to ship: no row with an artifact passes; closest: cpu_managed w8a8, logits off by at most 0" in said
+    assert "closest" not in table.summary(root, "default", table.load(root, ROWS), 4)
+    assert table.summary(root, "default", table.load(root, red[1:]), 1).endswith("no row with an artifact passes")
+
+
 @pytest.mark.parametrize(
     ("require", "code", "lines"),
     [

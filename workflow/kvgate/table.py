@@ -88,8 +88,20 @@ def summary(results: Path, sweep: str, verdicts: Sequence[Verdict], planned: int
     if best:
         lines.append(f"ship ({best['verdict']}): {results / 'ship' / sweep / ship_name(best['row'])}")
     else:
-        lines.append("nothing to ship: no row with an artifact passes")
+        lines.append("nothing to ship: no row with an artifact passes" + _closest(verdicts))
     return "\n".join(lines)
+
+
+def _closest(verdicts: Sequence[Verdict]) -> str:
+    """The red row with the smallest error: what to look at first where nothing is green."""
+    built = [v for v in verdicts if v["figures"].get("artifact_bytes") and v["figures"]["logits_worst"]]
+    built = [v for v in built if v["figures"]["logits_worst"]["value"] is not None]
+    if not built:
+        return ""
+    best = min(built, key=lambda v: (v["figures"]["logits_worst"]["value"], v["figures"]["cycles"] or 0))
+    logits, tokens = cells(best, ["logits_l2_worst", "tokens_end"], people=True)
+    name = f"{best['row']['strategy']} {best['row']['quant']}"
+    return f"; closest: {name}, logits off by at most {logits}, all tokens right in {tokens} prompts"
 
 
 def best_row(verdicts: Sequence[Verdict]) -> Verdict | None:
