@@ -71,10 +71,19 @@ def begin():
     stale = progress.stale(PLAN, results)
     # Missing ones too: else a removed record between two that exist would not be made again.
     workflow.dag.forcefiles.update(f"results/{path}" for path in stale)
+    # One whole row early: a mistake shows after minutes, not hours. With it the exporters' rows, whose builds take
+    # several times as long as any other: begun last, one of them would run alone at the end.
     first = next((row for row in PLAN.rows if row.quant == "fp16"), PLAN.rows[0])
-    # One whole row early: a mistake shows after minutes, not hours.
-    workflow.dag.priorityfiles.add(
-        f"results/{PLAN.node('judge', first.wildcards()).record}"
+    early = [
+        first,
+        *(
+            r
+            for r in PLAN.rows
+            if PLAN.config["strategies"][r.strategy]["form"] == "exporter"
+        ),
+    ]
+    workflow.dag.priorityfiles.update(
+        f"results/{PLAN.node('judge', row.wildcards()).record}" for row in early
     )
     lines = progress.begin(PLAN, stale, results, write=not workflow.dryrun)
     problem = preflight.problem()
