@@ -38,6 +38,13 @@ def test_a_key_holds_the_keys_of_what_it_reads(tiny):
         assert held == {label: [below.record, below.short] for label, below in node.inputs.items()}
 
 
+def test_rows_keep_the_order_of_the_config():
+    """Also where there are more than ten of them: a key's JSON is sorted."""
+    planned = plan.Plan(BASE, {})
+    labels = json.loads(planned.table().key)["inputs"]
+    assert [path for path, _ in labels.values()] == [plan.record_path("judge", row.wildcards()) for row in planned.rows]
+
+
 def test_only_quantized_builds_read_calibration_texts(tiny):
     wildcards = ROW | {"part": "decode"}
     quantized = tiny.node("build", wildcards).inputs

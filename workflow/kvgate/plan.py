@@ -162,7 +162,8 @@ class Plan:
         return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
 
     def _tabulate(self, w: dict[str, str]) -> Node:
-        inputs = {f"judge.{n}": self.node("judge", row.wildcards()) for n, row in enumerate(self.rows)}
+        # Padded, as the key's JSON sorts them: their order is the table's.
+        inputs = {f"judge.{n:05}": self.node("judge", row.wildcards()) for n, row in enumerate(self.rows)}
         config = {
             "rows": [list(row.wildcards().values()) for row in self.rows],
             "store_gb": self.config["limits"]["store_gb"],
