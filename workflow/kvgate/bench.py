@@ -25,11 +25,13 @@ _TOOLKIT = ("load", "build", "export", "init", "simulate")  # phases of the chil
 
 def main(base: Path, results: Path) -> int:
     """Run the default sweep and config/bench.yaml where they are not made yet, then print. Returns an exit code."""
-    for config in ([], ["--configfile", str(base / "config/bench.yaml")]):
-        if _snakemake(base, *config).returncode:
-            return 1
-    default, today = Plan(base, {}), Plan(base, override([base / "config/bench.yaml"], ""))
-    print("\n".join([*spent(default, results), *planning(base, results), *side_by_side(today, results)]))
+    if _snakemake(base).returncode:
+        return 1
+    lines = [*spent(Plan(base, {}), results), *planning(base, results)]
+    config = base / "config/bench.yaml"
+    if _snakemake(base, "--configfile", str(config)).returncode:
+        return 1
+    print("\n".join([*lines, *side_by_side(Plan(base, override([config], "")), results)]))
     return 0
 
 
@@ -37,14 +39,16 @@ def spent(plan: Plan, results: Path) -> list[str]:
     """Where the time of the sweep went, its peak memory and its disk."""
     seconds: dict[str, float] = defaultdict(float)
     peak: dict[str, int] = defaultdict(int)
-    toolkit = 0.0
+    toolkit, stored = 0.0, 0
     for node in plan.nodes():
         cost = record.read(progress.cost_path(results / node.record))
         seconds[node.stage] += cost["seconds"]
         peak[node.stage] = max(peak[node.stage], cost["peak_mb"])
         if node.stage == "build":
-            phases = record.read((results / node.record).with_name("phases.json"))
-            toolkit += sum(phases["seconds"].values())
+            path = (results / node.record).with_name("phases.json")
+            phases = record.read(path)["seconds"] if path.exists() else {}
+            stored += not phases
+            toolkit += sum(phases.get(name, 0) for name in _TOOLKIT)
     total = sum(seconds.values())
     lines = [f"sweep {plan.name}: {len(plan.rows)} rows, {total:.0f} s of jobs", ""]
     lines += ["| stage | jobs | seconds | share | peak MiB of a job |", "|---|---|---|---|---|"]
@@ -53,11 +57,21 @@ def spent(plan: Plan, results: Path) -> list[str]:
         lines.append(f"| {stage} | {len(plan.of_stage(stage))} | {spent_here:.0f} | {share} | {peak[stage]} |")
     lines += [
         "",
-        f"toolkit calls (load, build, simulate): {toolkit:.0f} s; outside of them: {1 - toolkit / total:.0%} of all",
+        f"toolkit calls ({', '.join(_TOOLKIT)}): {toolkit:.0f} s; outside of them: {1 - toolkit / total:.0%} of all",
+        f"builds taken from the store: {stored}; wall time: {_wall(plan, results)}",
         f"disk of results, every file once: {_disk(results) / 2**30:.1f} GiB",
         "",
     ]
     return lines
+
+
+def _wall(plan: Plan, results: Path) -> str:
+    """From the start of the last run to its last record, where that run made the whole sweep."""
+    run = record.read(results / progress.RUN)
+    records = [node.record for node in plan.nodes()]
+    if not set(records) <= set(run["jobs"]):
+        return "not known, as the sweep was made in several runs"
+    return progress.clock(max((results / x).stat().st_mtime for x in records) - run["started"])
 
 
 def planning(base: Path, results: Path) -> list[str]:

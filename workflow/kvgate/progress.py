@@ -12,7 +12,7 @@ from kvgate.plan import Node, Plan, changes, recorded_key
 
 # Seconds of a job on a common PC, where no earlier run tells: only their ratios matter.
 _USUAL = {"fetch": 30, "trace": 20, "prepare": 30, "export": 30, "check": 40, "build": 150, "verify": 3}
-_FILE = ".run.json"
+RUN = ".run.json"
 
 
 def cost_path(path: Path) -> Path:
@@ -49,7 +49,7 @@ def begin(plan: Plan, todo: dict[str, tuple[Node, list[str]]], results: Path, wr
         lines.append(f"  {stage}: " + "; ".join(f"{n} ({why})" for why, n in counts.items()))
     if write and todo:
         jobs = {path: _expected(results / path, node.stage) for path, (node, _) in todo.items()}
-        record.write(results / _FILE, {"started": time.time(), "jobs": jobs})
+        record.write(results / RUN, {"started": time.time(), "jobs": jobs})
     return lines
 
 
@@ -85,7 +85,7 @@ def _expected(path: Path, stage: str) -> float:
 def _left(job: Job) -> str:
     """How many of the run's jobs are done and about how long the others take, judged by those that are done."""
     try:
-        run = json.loads((job.results / _FILE).read_text())
+        run = json.loads((job.results / RUN).read_text())
     except (OSError, ValueError):
         return ""
     mine = str(job.record.relative_to(job.results))
