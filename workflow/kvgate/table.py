@@ -98,7 +98,7 @@ def _closest(verdicts: Sequence[Verdict]) -> str:
     built = [v for v in built if v["figures"]["logits_worst"]["value"] is not None]
     if not built:
         return ""
-    best = min(built, key=lambda v: (v["figures"]["logits_worst"]["value"], v["figures"]["cycles"] or 0))
+    best = min(built, key=lambda v: (v["figures"]["logits_worst"]["value"], v["figures"]["traffic_bytes"] or 0))
     logits, tokens = cells(best, ["logits_l2_worst", "tokens_end"], people=True)
     name = f"{best['row']['strategy']} {best['row']['quant']}"
     return f"; closest: {name}, logits off by at most {logits}, all tokens right in {tokens} prompts"
