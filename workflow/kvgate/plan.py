@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,12 @@ class Node:
     texts: dict[str, str]  # path relative to the repository -> file_state
     key: str
 
-    @property
+    @cached_property
     def record(self) -> str:
         """The record's path below the results folder."""
         return record_path(self.stage, self.wildcards)
 
-    @property
+    @cached_property
     def short(self) -> str:
         return short_hash(self.key)
 
@@ -67,6 +68,9 @@ class Plan:
         self._nodes: dict[tuple[str, str], Node] = {}
         self._texts: dict[str, str] = {}
         self._codes: dict[tuple[str, ...], str] = {}
+        lock = base / "envs" / "lock.txt"
+        self._versions = {stage: digest.locked(lock, packages) for stage, packages in PACKAGES.items()}
+        self._ordered: list[Node] = []
 
     def node(self, stage: str, wildcards: dict[str, str]) -> Node:
         """The job of a stage for these wildcards. Raises KeyError on a stage that does not exist."""
@@ -89,8 +93,10 @@ class Plan:
                     visit(below)
                 ordered[node.record] = node
 
-        visit(self.table())
-        return list(ordered.values())
+        if not self._ordered:
+            visit(self.table())
+            self._ordered = list(ordered.values())
+        return self._ordered
 
     def of_stage(self, stage: str) -> list[Node]:
         return [node for node in self.nodes() if node.stage == stage]
@@ -202,7 +208,7 @@ class Plan:
                 "stage": stage,
                 "wildcards": wildcards,
                 "code": {"roots": roots, "digest": self._codes[roots]},
-                "versions": digest.locked(self.base / "envs" / "lock.txt", PACKAGES[stage]),
+                "versions": self._versions[stage],
                 "config": config,
                 "texts": texts or {},
                 "inputs": {label: [node.record, node.short] for label, node in inputs.items()},
