@@ -53,6 +53,6 @@ _venv:
 	@if cmp -s envs/lock.txt $(STAMP) && $(PY) -c ''; then touch $(STAMP); else \
 	  echo "installing envs/lock.txt into $(VENV) (1.6 GB, some minutes)" && \
 	  rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) && \
-	  $(PY) -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r envs/lock.txt && \
+	  $(PY) -m pip install -qq --disable-pip-version-check --no-deps -r envs/lock.txt && \
 	  echo "$(CURDIR)/workflow" > $$($(PY) -c 'import site; print(site.getsitepackages()[0])')/kvgate.pth && \
 	  cp envs/lock.txt $(STAMP).part && mv $(STAMP).part $(STAMP); fi
