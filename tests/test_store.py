@@ -74,14 +74,15 @@ def test_prune_takes_the_longest_unused(tmp_path: Path) -> None:
     assert [store.get(tmp_path, key(n), tmp_path / "out") for n in range(4)] == [True, True, False, True]
 
 
-def test_put_keeps_to_the_limit_and_spares_the_new(tmp_path: Path) -> None:
+def test_prune_to_nothing_spares_what_results_still_link_to(tmp_path: Path) -> None:
     for n in range(3):
         folder = made(tmp_path, str(n))
         store.put(tmp_path, key(n), folder, FILES)
         for file in FILES:
             (folder / file).unlink()
         os.utime(tmp_path / "store" / key(n)[:2] / key(n), (n, n))
-    store.put(tmp_path, key(9), made(tmp_path, "new"), FILES, limit_gb=0.0)
+    store.put(tmp_path, key(9), made(tmp_path, "new"), FILES)
+    assert store.prune(tmp_path, 0.0) == 3
     assert [p.name for _, _, p in store.entries(tmp_path)] == [key(9)]
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from kvgate import record
 from kvgate.contract import canonical, sha256_text
 
-LIMIT_GB = 20.0
 _MANIFEST = "manifest.json"
 _DAY = 86400.0  # seconds
 
@@ -23,8 +22,8 @@ def key(parts: Mapping[str, object]) -> str:
     return sha256_text(canonical(dict(parts)))
 
 
-def put(results: Path, key: str, folder: Path, files: Sequence[str], limit_gb: float = LIMIT_GB) -> None:
-    """Link `files` (names below `folder`) into the store, then prune it to its size limit.
+def put(results: Path, key: str, folder: Path, files: Sequence[str]) -> None:
+    """Link `files` (names below `folder`) into the store; the end of a sweep prunes it to the config's limit.
 
     The store only saves time: a disk that is full or read-only is not an error here.
     """
@@ -36,7 +35,6 @@ def put(results: Path, key: str, folder: Path, files: Sequence[str], limit_gb: f
         record.write(part / _MANIFEST, {"files": {name: record.sha256(part / name) for name in files}})
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
-        prune(results, limit_gb, keep=key)
     except OSError:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -72,7 +70,7 @@ def entries(results: Path) -> list[tuple[float, int, Path]]:
     return sorted(found)
 
 
-def prune(results: Path, limit_gb: float, keep: str = "") -> int:
+def prune(results: Path, limit_gb: float) -> int:
     """Remove the longest unused entries until the store alone holds at most `limit_gb` GB. Returns how many."""
     for part in (results / "store").glob("??/.*.part"):
         if time.time() - part.stat().st_mtime > _DAY:  # left by a killed job
@@ -82,7 +80,7 @@ def prune(results: Path, limit_gb: float, keep: str = "") -> int:
     for _, size, place in found:
         if total <= limit_gb * 1e9:
             break
-        if size and place.name != keep:
+        if size:
             shutil.rmtree(place, ignore_errors=True)
             total, removed = total - size, removed + 1
     return removed
