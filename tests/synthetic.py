@@ -84,7 +84,7 @@ class Results:
     def __init__(self, root: Path, row: dict[str, str] | None = None) -> None:
         self.root, self.row = root, row or ROW
         self.names = self.row | {"part": "decode"}
-        self.programs: list[str] = []
+        self.programs: dict[str, dict[str, list[str]]] = {}
         self.write("fetch", {"status": "ok"})
         self.write("export", {"status": "ok"})
         facts = {"logits_l2": 2e-6, "kv_l2": 1e-6, "disturbed": 0.0, "steps": 27, "top1": 27}
@@ -108,7 +108,7 @@ class Results:
         record.write_bytes(self.path("export").with_name("contract.json"), made.to_json().encode())
 
     def verify(self, program: str, of: Trace, seen: dict[str, np.ndarray], histories: tuple[str, ...] = ()) -> dict:
-        self.programs.append(program)
+        self.programs[program] = {"histories": list(histories)}
         path = self.path("trace", program=program)
         path.parent.mkdir(parents=True, exist_ok=True)
         record.write(path, {"status": "ok"})
@@ -117,17 +117,17 @@ class Results:
         observed.parent.mkdir(exist_ok=True)
         with observed.open("wb") as file:
             np.savez(file, **seen)
-        inputs = {"export": self.path("export"), f"trace.{program}": path, "observed": self.path("build")}
-        names = self.row | {"program": program}
-        job = Job("verify", names, {"program": {"histories": list(histories)}}, inputs, self.root)
-        job.folder.mkdir(parents=True, exist_ok=True)
+        inputs = {f"trace.{p}": self.path("trace", program=p) for p in self.programs}
+        inputs |= {"export": self.path("export"), "observed": self.path("build")}
+        job = Job("verify", self.row, {"programs": self.programs}, inputs, self.root)
         body = {"status": "ok", **verify.run(job)}
         record.write(job.record, body)
-        return body
+        return body["programs"][program]
 
     def judge(self, thresholds: dict[str, Any] = THRESHOLDS) -> dict[str, Any]:
-        inputs = {stage: self.path(stage) for stage in ("export", "check", "build")}
-        inputs |= {f"verify.{p}": self.path("verify", program=p) for p in self.programs}
+        if not self.path("verify").exists():
+            self.write("verify", {"status": "ok", "programs": {}})
+        inputs = {stage: self.path(stage) for stage in ("export", "check", "build", "verify")}
         job = Job("judge", self.row, {"thresholds": thresholds}, inputs, self.root)
         body = {"status": "ok", **judge.run(job)}
         record.write(job.record, body)

@@ -69,7 +69,6 @@ def test_an_offset_breaks_the_raw_measure_only(tmp_path):
 
     assert judged(tmp_path, change)["verdict"] == "pass"
     results = synthetic.Results(tmp_path)
-    results.programs = ["capital"]
     raw = results.judge(synthetic.THRESHOLDS | {"logits_measure": "raw"})
     assert raw["verdict"] == "fail"
     assert "logits (raw)" in raw["reason"]
@@ -181,7 +180,7 @@ def test_a_blocked_input_blocks_the_row_for_its_reason(tmp_path, stage):
     results = synthetic.Results(tmp_path)
     results.verify("capital", OF, synthetic.observation(OF))
     body = {"status": "blocked", "reason": "build: no memory", "findings": [{"kind": "error", "text": "x"}]}
-    results.write(stage, body | ({"blocked_by": "trace"} if stage == "verify" else {}), program="capital")
+    results.write(stage, body | ({"blocked_by": "trace"} if stage == "verify" else {}))
     verdict = results.judge()
     assert (verdict["verdict"], verdict["reason"]) == ("blocked", "build: no memory")
     assert verdict["first"] == {"stage": "trace" if stage == "verify" else stage}
@@ -215,7 +214,6 @@ def test_a_moved_threshold_changes_the_verdict_from_the_same_metrics(tmp_path):
     verdict = judged(tmp_path, scale("value.1", 0.02))
     assert verdict["verdict"] == "fail"
     results = synthetic.Results(tmp_path)
-    results.programs = ["capital"]
     moved = synthetic.THRESHOLDS | {"kv_l2": {"pass": 0.03, "warn": 0.05}}
     assert results.judge(moved)["verdict"] == "pass"
 
@@ -275,7 +273,6 @@ def test_errors_that_only_add_up(tmp_path):
         "with the reference's cache, the rounding adds up"
     )
     results = synthetic.Results(tmp_path)
-    results.programs = ["capital"]
     results.write("check", {"status": "ok", "findings": [], "programs": {}})
     assert results.judge()["cause"] == "steps hold with the reference's cache, errors add up with the own one"
     verdict = judged(tmp_path / "own", scale("key.2", 0.2))

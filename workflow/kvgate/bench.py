@@ -136,8 +136,8 @@ def _near(results: Path, plan: Plan, row: Any, position: int) -> str:
     """The worst K/V L2 at the observed position that is nearest."""
     import numpy as np
 
-    node = plan.node("verify", row.wildcards() | {"program": plan.config["sweep"]["programs"][0]})
-    with np.load((results / node.record).with_name("metrics.npz")) as file:
+    record = results / plan.node("verify", row.wildcards()).record
+    with np.load(record.parent / plan.config["sweep"]["programs"][0] / "metrics.npz") as file:
         n = int(np.abs(file["isolated/positions"] - position).argmin())
         return f"{file['isolated/kv'][n].max():.4f} at {file['isolated/positions'][n]}"
 

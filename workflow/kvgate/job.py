@@ -18,7 +18,7 @@ RECORDS = {
     "export": f"{_MODEL}/graphs/{_GRAPH}/graph.json",
     "check": f"{_MODEL}/checks/{_GRAPH}/check.json",
     "build": f"{_MODEL}/artifacts/{_TUPLE}/{{part}}/build.json",
-    "verify": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/{{program}}/metrics.json",
+    "verify": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/metrics.json",
     "judge": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/verdict.json",
     "tabulate": "tables/{sweep}/acceptance.json",
 }

@@ -154,17 +154,16 @@ class Plan:
         decode = w | {"part": "decode"}
         inputs = {
             "export": self.node("export", decode),
-            f"trace.{w['program']}": self.node("trace", w),
             "observed": self.node("check" if w["platform"] == sweep.HOST_PLATFORM else "build", decode),
         }
-        return self._make("verify", w, {"program": self._programs()[w["program"]]}, inputs, ())
+        return self._make("verify", w, {"programs": self._programs()}, inputs | self._traces(w), ())
 
     def _judge(self, w: dict[str, str]) -> Node:
         decode = w | {"part": "decode"}
-        inputs = {"export": self.node("export", decode), "check": self.node("check", decode)}
+        inputs = {stage: self.node(stage, decode) for stage in ("export", "check")}
         if w["platform"] != sweep.HOST_PLATFORM:
             inputs["build"] = self.node("build", decode)
-        inputs |= {f"verify.{p}": self.node("verify", w | {"program": p}) for p in self._programs()}
+        inputs["verify"] = self.node("verify", w)
         return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
 
     def _tabulate(self, w: dict[str, str]) -> Node:

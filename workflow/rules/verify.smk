@@ -1,5 +1,5 @@
 # Observations compared with the reference: numbers, no judgement.
-# Reads observations and a trace. Writes metrics.json.
+# Reads a row's observations and the traces. Writes metrics.json.
 rule verify:
     input:
         inputs("verify"),

@@ -48,14 +48,13 @@ def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
     build = inputs.get("build", {})
-    programs = {label.split(".", 1)[1]: label for label in job.labels("verify")}
-    metrics = {name: inputs[label] for name, label in programs.items()}
+    metrics = inputs["verify"]["programs"]
     arrays: dict[str, dict[str, Array]] = {}
-    for name, label in programs.items():
-        with np.load(job.inputs[label].with_name("metrics.npz")) as file:
+    for name in metrics:
+        with np.load(job.inputs["verify"].parent / name / "metrics.npz") as file:
             arrays[name] = dict(file)
     limits = job.config["thresholds"]
-    found = [g for name in programs for g in gates.judge(name, metrics[name], arrays[name], limits)]
+    found = [g for name in metrics for g in gates.judge(name, metrics[name], arrays[name], limits)]
     if not found:
         found = [gates.Gate("compared", "fail", "no comparison was made")]
     verdict = gates.worst([g.verdict for g in found])

@@ -1,7 +1,7 @@
-"""verify: what a backend returned for a program against the reference trace. Metrics, no judgement.
+"""verify: what a backend returned for the programs against their reference traces. Metrics, no judgement.
 
-Reads the contract beside the graph, trace.npz, and observations/{program}.npz beside the build's or check's record.
-Writes metrics.npz (every step, layer and tensor) and metrics.json (the figures).
+Reads the contract beside the graph, trace.npz of every program, and observations/{program}.npz beside the build's or
+check's record. Writes {program}/metrics.npz (every step, layer and tensor) and metrics.json (the figures).
 """
 
 import io
@@ -18,22 +18,22 @@ from kvgate.observe import Trace
 
 def run(job: Job) -> dict[str, Any]:
     """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row."""
-    program = job.wildcards["program"]
     contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
-    trace = Trace.load(str(job.inputs[f"trace.{program}"].with_name("trace.npz")))
-    path = job.inputs["observed"].parent / "observations" / f"{program}.npz"
-    with np.load(path) as seen:
-        _all_ran(job.config["program"]["histories"], seen, path)
-        body, arrays = compare.compare(contract, trace, seen)
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    record.write_bytes(job.folder / "metrics.npz", buffer.getvalue())
-    return {
-        "program": program,
-        "kind": "text" if trace.prompt == len(trace.tokens) else "chat",
-        "files": {"metrics.npz": record.sha256(job.folder / "metrics.npz")},
-        **body,
-    }
+    observations = job.inputs["observed"].parent / "observations"
+    found, files = {}, {}
+    for name, program in job.config["programs"].items():
+        trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        path = observations / f"{name}.npz"
+        with np.load(path) as seen:
+            _all_ran(program["histories"], seen, path)
+            body, arrays = compare.compare(contract, trace, seen)
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        file = f"{name}/metrics.npz"
+        record.write_bytes(job.folder / file, buffer.getvalue())
+        files[file] = record.sha256(job.folder / file)
+        found[name] = {"kind": "text" if trace.prompt == len(trace.tokens) else "chat", **body}
+    return {"programs": found, "files": files}
 
 
 def _all_ran(histories: list[str], seen: Any, path: Path) -> None:
