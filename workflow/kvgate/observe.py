@@ -1,4 +1,9 @@
-"""Run a program on an engine: the histories `isolated`, `forced` and `free`. Observes, never judges. numpy only."""
+"""Run a program on an engine: the histories `isolated`, `forced` and `free`. Observes, never judges.
+
+numpy only, Python 3.9: boards run it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
