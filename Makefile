@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed-lock.txt
 SNAKEMAKE := $(PY) -m snakemake --cores $(CORES)
 export PYTHONPATH := workflow
 
-.PHONY: run demo wide table bench test lint format preflight _venv
+.PHONY: run demo wide table bench test test-system lint format preflight _venv
 
 run: preflight
 	$(SNAKEMAKE)
@@ -25,9 +25,15 @@ table: $(STAMP)
 bench: preflight
 	$(PY) -m kvgate bench
 
-# Every test, those that compile with the real toolkit too. A worker takes whole files: their fixtures are shared.
+# Every test but those that need system packages, which it names; those that compile with the real toolkit too.
+# A worker takes whole files: their fixtures are shared.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile -rs
+
+# Installs the system packages (Debian, root), then runs the tests that need them.
+test-system: $(STAMP)
+	tests/system/install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile -rs --system -m system
 
 lint: $(STAMP)
 	$(PY) -m ruff check

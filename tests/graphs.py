@@ -37,7 +37,7 @@ class Model:
 
     def prepare(self, form: str) -> dict[str, Any]:
         """weights.json of a form; made once."""
-        job = self._job("prepare", {"form": form}, {"weights": {"steps": ["plain"]}}, {})
+        job = self._job("prepare", {"form": form}, {"weights": {"steps": []}}, {})
         if not job.record.exists():
             record.write(job.record, prepare.run(job) | {"status": "ok"})
         return record.read(job.record)

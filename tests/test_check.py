@@ -26,7 +26,7 @@ def job(llama, trace, programs=PROGRAMS) -> Job:
     record.write(folder / "trace.json", {"status": "ok"})
     inputs = {"export": graph.folder / "graph.json", "trace.text": folder / "trace.json"}
     names = {"model": "llama", "weights": "plain", "strategy": "s", "part": "decode"}
-    made = Job("check", names, {"programs": programs, "isolated": 4}, inputs, model.results)
+    made = Job("check", names, {"programs": programs, "isolated": 4, "mask": -1e4}, inputs, model.results)
     made.folder.mkdir(parents=True, exist_ok=True)
     return made
 

@@ -14,7 +14,8 @@ def kvgate(*args: str) -> "subprocess.CompletedProcess[str]":
 
 def test_help_names_every_command():
     said = kvgate("--help").stdout
-    for name in ("fetch", "trace", "prepare", "export", "check", "build", "verify", "judge", "tabulate"):
+    stages = ("fetch", "trace", "prepare", "export", "check", "build", "probe", "selftest", "run", "verify", "judge")
+    for name in (*stages, "tabulate"):
         assert name in said
     for name in ("table", "gate", "audit", "store", "bench", "preflight"):
         assert name in said

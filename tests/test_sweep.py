@@ -47,6 +47,43 @@ def test_host_rows_run_in_onnx_runtime():
     assert [row.backend for row in found] == ["onnxruntime"]
 
 
+BOARD = {"platform": "rk3576", "driver": "ssh", "address": "board"}
+ONNXRUNTIME = {"platform": "host", "driver": "local", "engine": "onnxruntime"}
+
+
+def with_boards(backends, **boards):
+    return lambda c: (c.update(boards=boards), c["sweep"].update(backends=backends))
+
+
+def test_a_tuple_on_each_backend_is_a_row():
+    found = rows(with_boards(["simulator", "b"], b=BOARD))
+    assert [(r.quant, r.backend) for r in found[:4]] == [
+        ("fp16", "simulator"), ("fp16", "b"), ("w8a8", "simulator"), ("w8a8", "b"),
+    ]  # fmt: skip
+    assert len(found) == 8
+
+
+def test_a_board_alone_and_a_board_of_another_chip():
+    assert {r.backend for r in rows(with_boards(["b"], b=BOARD))} == {"b"}
+    found = rows(lambda c: (with_boards(["a", "b"], a=BOARD, b=BOARD | {"platform": "rk3588"})(c),
+                            block(platforms=["rk3576", "rk3588"])(c)))  # fmt: skip
+    assert {(r.platform, r.backend) for r in found} == {("rk3576", "a"), ("rk3588", "b")}
+
+
+def test_the_hosts_graphs_also_run_elsewhere_in_onnx_runtime():
+    def edit(c):
+        with_boards(["simulator", "onnxruntime-far"], **{"onnxruntime-far": ONNXRUNTIME})(c)
+        c["sweep"]["blocks"].append(block_of(c) | {"platforms": ["host"], "quants": ["fp32"]})
+
+    assert {(r.platform, r.backend) for r in rows(edit)} == {
+        ("rk3576", "simulator"), ("host", "onnxruntime"), ("host", "onnxruntime-far"),
+    }  # fmt: skip
+
+
+def block_of(config):
+    return config["sweep"]["blocks"][0]
+
+
 def set_at(path: str, value):
     def edit(config):
         *parts, last = path.split("/")
@@ -71,7 +108,10 @@ BAD = {
         "models.tiny.source.kind: got 'ftp', known",
     ),
     "unknown program": (set_at("sweep/programs", ["nope"]), "sweep.programs[0]: got 'nope', known: "),
-    "unknown key": (set_at("sweep/blocs", []), "sweep: got the unknown key blocs, known: blocks, isolated, name"),
+    "unknown key": (
+        set_at("sweep/blocs", []),
+        "sweep: got the unknown key blocs, known: backends, ",
+    ),
     "quant that the chip has not": (
         lambda c: (
             block(quants=["q"])(c),
@@ -112,6 +152,58 @@ BAD = {
     "no calibration text": (
         set_at("calibration/texts", []),
         "sweep.blocks[0]: quant w8a8 calibrates, calibration",
+    ),
+    "unknown board": (with_boards(["nope"]), "sweep.backends[0]: got 'nope', known: simulator"),
+    "a backend twice": (with_boards(["b", "b"], b=BOARD), 'sweep.backends: got ["b", "b"], allowed: every entry once'),
+    "a board of another chip": (
+        with_boards(["b"], b=BOARD | {"platform": "rk3588"}),
+        "sweep.backends[0]: b is a rk3588, the sweep builds for: rk3576",
+    ),
+    "unknown driver": (
+        with_boards(["b"], b=BOARD | {"driver": "telnet"}),
+        "boards.b.driver: got 'telnet', known: adb, local, ssh",
+    ),
+    "a chip that is none": (with_boards(["b"], b=BOARD | {"platform": "rk1"}), "boards.b.platform: got 'rk1', known: "),
+    "onnxruntime called a board": (
+        with_boards(["b"], b=ONNXRUNTIME),
+        "boards.b: got engine onnxruntime on host, allowed: onnxruntime on host, with a name that begins with onnx",
+    ),
+    "a board called as a backend": (
+        with_boards(["simulator"], simulator=BOARD),
+        "boards.simulator: got the name 'simulator', allowed: ",
+    ),
+    "a name for the shell": (
+        with_boards(["b"], b=BOARD | {"address": "-oProxyCommand=x"}),
+        'boards.b.address: got "-oProxyCommand=x", allowed: ^(',
+    ),
+    "no address": (with_boards(["b"], b=BOARD | {"address": ""}), "boards.b: lacks address, which driver ssh needs"),
+    "a password": (with_boards(["b"], b=BOARD | {"password": "x"}), "boards.b: got the unknown key password, known: "),
+    "a preparation that is none": (
+        set_at("weights", {"plain": {"steps": [{"name": "smooth"}]}}),
+        "weights.plain.steps[0].name: got 'smooth', known: fold, gptq, krot, plain, qkv, rotate, split2, vrot",
+    ),
+    "split2 with w8a8": (
+        block(weights=["split"], quants=["w8a8"]),
+        "sweep.blocks[0]: weights split: split2 is for w4a16, quant w8a8 is w8a8",
+    ),
+    "split2 without its rule off": (
+        block(weights=["split"], quants=["w4a16"]),
+        "sweep.blocks[0]: weights split: split2 needs config.disable_rules ['fuse_conv_conv_add'] in quant w4a16",
+    ),
+    "a group that is not the quant's": (
+        block(weights=["gptq_g32"], quants=["w4a16"]),
+        "sweep.blocks[0]: weights gptq_g32: gptq got group 32, quant w4a16 has 0 (0: a whole channel)",
+    ),
+    "a family that a preparation does not know": (
+        lambda c: (
+            block(weights=["rotated"])(c),
+            c["models"]["tiny"]["source"]["config"].update(model_type="gemma3_text"),
+        ),
+        "sweep.blocks[0]: weights rotated: rotate got a gemma3_text, known: llama, mistral, qwen2, ",
+    ),
+    "statistics without texts": (
+        set_at("weights", {"mine": {"steps": [{"name": "qkv"}]}}),
+        "weights.mine: qkv reads the calibration texts, lacks calibrate: true",
     ),
     "infinite mask": (
         lambda c: c.update(quants={"fp16": {"mask": -1e9}}),

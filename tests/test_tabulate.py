@@ -1,4 +1,4 @@
-"""tabulate, the table in a terminal, the gate, and what is shipped."""
+"""tabulate, the table in a terminal, the gate, and which rows get a bundle (what is in one: test_bundle.py)."""
 
 import csv
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
-from kvgate import record, table
+from kvgate import bundle, record, table
 from kvgate.job import record_path
 from kvgate.sweep import Row
 from kvgate.table import gate, main
@@ -26,6 +26,13 @@ def one(root, row, error):
     seen["isolated/key.1"][1] = synthetic.off(seen["isolated/key.1"][1], error or 0)
     results.verify("capital", OF, seen)
     return results.judge()
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch):
+    """The checkpoint here has none that transformers could load."""
+    made = {"tokenizer.json": None, "chat_template.jinja": None, "special": {"tokens": {}, "ids": []}}
+    monkeypatch.setattr(bundle, "tokenizer", lambda checkpoint: made)
 
 
 @pytest.fixture
@@ -69,25 +76,22 @@ def test_the_markdown_is_rounded_and_has_no_stray_bars(root):
     assert "| 278.0 |" in tables[2]
 
 
-def test_green_rows_are_shipped_with_what_a_runtime_needs(root):
+def test_green_rows_get_a_bundle(root):
     body = synthetic.tabulated(root, ROWS)
-    folder = "ship/default/tiny/plain/cpu_managed/rk3576/{}/simulator"
-    assert body["shipped"] == [folder.format("fp16"), folder.format("w4a16")]
-    shipped = root / folder.format("w4a16")
-    names = sorted(p.name for p in shipped.iterdir())
-    assert names == ["contract.json", "graph_contract.json", "host.npz", "model.rknn", "tokenizer.json", "verdict.json"]
-    assert (shipped / "model.rknn").read_text() == "model.rknn of w4a16"
-    assert (shipped / "model.rknn").stat().st_nlink == 2
+    folder = "bundles/default/tiny/plain/cpu_managed/rk3576/{}/simulator"
+    assert body["bundles"] == [folder.format("fp16"), folder.format("w4a16")]
+    model = root / folder.format("w4a16") / "model.rknn"
+    assert model.read_text() == "artifact w4a16" and model.stat().st_nlink == 2
 
 
-def test_a_row_that_turns_red_is_shipped_no_more_and_other_sweeps_stay(root):
+def test_a_row_that_turns_red_loses_its_bundle_and_other_sweeps_stay(root):
     synthetic.tabulated(root, ROWS)
     synthetic.tabulated(root, ROWS[:1], "other")
     one(root, ROWS[0], 0.7)
     body = synthetic.tabulated(root, ROWS)
-    assert [Path(x).parts[-2] for x in body["shipped"]] == ["w4a16"]
-    assert [p.name for p in (root / "ship/default/tiny/plain/cpu_managed/rk3576").iterdir()] == ["w4a16"]
-    assert (root / "ship/other/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").exists()
+    assert [Path(x).parts[-2] for x in body["bundles"]] == ["w4a16"]
+    assert [p.name for p in (root / "bundles/default/tiny/plain/cpu_managed/rk3576").iterdir()] == ["w4a16"]
+    assert (root / "bundles/other/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").exists()
 
 
 def test_a_rebuilt_artifact_replaces_the_link(root):
@@ -95,16 +99,18 @@ def test_a_rebuilt_artifact_replaces_the_link(root):
     built = root / record_path("build", ROWS[0] | {"part": "decode"})
     record.write_bytes(built.with_name("model.rknn"), b"new")
     synthetic.tabulated(root, ROWS)
-    assert (root / "ship/default/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").read_bytes() == b"new"
+    assert (root / "bundles/default/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").read_bytes() == b"new"
 
 
-def test_onnxruntime_rows_have_no_artifact_to_ship(tmp_path):
+def test_a_row_of_onnxruntime_has_a_bundle_and_no_artifact_to_ship(tmp_path):
     row = synthetic.ROW | {"platform": "host", "quant": "fp32", "backend": "onnxruntime"}
     results = synthetic.Results(tmp_path, row)
     results.verify("capital", OF, synthetic.observation(OF))
     results.write("build", {"status": "ok"})
     assert results.judge()["verdict"] == "pass"
-    assert synthetic.tabulated(tmp_path, [row])["shipped"] == []
+    body = synthetic.tabulated(tmp_path, [row])
+    assert body["bundles"] == ["bundles/default/tiny/plain/cpu_managed/host/fp32/onnxruntime"]
+    assert "nothing to ship" in body["announce"]
 
 
 def test_equal_work_gives_equal_bytes_wherever_it_lies(root, tmp_path_factory):
@@ -120,7 +126,7 @@ def test_the_end_says_where_to_look_and_what_to_ship(root, capsys):
     out = capsys.readouterr().out
     assert "1 pass, 1 warn, 1 fail, 1 blocked" in out
     assert f"see {root}/models/tiny/rows/plain/cpu_managed/rk3576/w8a8/simulator/verdict.json" in out
-    assert f"ship (pass): {root}/ship/default/tiny/plain/cpu_managed/rk3576/fp16/simulator" in out
+    assert f"ship (pass): {root}/bundles/default/tiny/plain/cpu_managed/rk3576/fp16/simulator" in out
     assert out.splitlines()[0] == "tiny plain rk3576 simulator"
     assert synthetic.tabulated(root, ROWS)["announce"].count("\n") > 5
 

@@ -103,13 +103,13 @@ def test_both_hooks_of_a_preparation_are_called(llama, tmp_path, monkeypatch):
     """`checkpoint` before the model is measured, `linear` on the matrices that the graph finally has."""
     seen = []
     step = types.SimpleNamespace(
-        checkpoint=lambda model, stats: model.lm_head.weight.mul_(2),
-        linear=lambda name, weight, stats: seen.append((name, weight.shape)) or weight,
+        checkpoint=lambda model: model.lm_head.weight.mul_(2),
+        linear=lambda name, weight, gram: seen.append((name, weight.shape)) or (weight,),
     )
     monkeypatch.setattr(prepare, "preparation", lambda name: step)
     wildcards = {"model": "llama", "weights": "doubled", "form": "recipe"}
     fetch = {"fetch": llama.checkpoint / "manifest.json"}
-    job = Job("prepare", wildcards, {"weights": {"steps": ["doubled"]}}, fetch, tmp_path)
+    job = Job("prepare", wildcards, {"weights": {"steps": [{"name": "doubled", "options": {}}]}}, fetch, tmp_path)
     job.folder.mkdir(parents=True)
     body = prepare.run(job)
     doubled = blob.read(job.folder / "weights.bin", body["tensors"])["lm_head.weight"]

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("Snakefile", "workflow", "config", "envs", "profiles", "tests/texts", "tests/workflow/tiny.yaml")
+COPIED = (
+    *("Snakefile", "workflow", "config", "envs", "profiles", "tests/texts"),
+    *("tests/workflow/tiny.yaml", "tests/workflow/boards.yaml"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,11 @@ class Repository:
         return subprocess.run(self.command(*args, config=config), cwd=self.path, capture_output=True, text=True)
 
     def command(self, *args: str, config: str = "tests/workflow/tiny.yaml") -> list[str]:
-        return [sys.executable, "-m", "snakemake", "--cores", "2", *args, "--configfile", config]
+        return [sys.executable, "-m", "snakemake", "--cores", "2", *args, "--configfile", *config.split()]
 
-    def planned(self, *args: str) -> dict[str, int]:
+    def planned(self, *args: str, config: str = "tests/workflow/tiny.yaml") -> dict[str, int]:
         """Jobs that a dry run plans, by rule, without the target itself."""
-        done = self.snakemake("-n", "--quiet", "rules", *args)  # quiet rules: print the counts
+        done = self.snakemake("-n", "--quiet", "rules", *args, config=config)  # quiet rules: print the counts
         assert done.returncode == 0, done.stdout + done.stderr
         stats = done.stderr.partition("Job stats:")[2].partition("Reasons:")[0] or done.stdout
         found = {name: int(count) for name, count in re.findall(r"^(\w+) +(\d+)$", stats, re.MULTILINE)}

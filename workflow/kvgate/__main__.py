@@ -14,9 +14,12 @@ STAGES = {
     "export": "write the graph of a strategy, its contract and host tables",
     "check": "hold the graph to the reference in ONNX Runtime",
     "build": "compile for a chip and simulate, in a child process",
+    "probe": "compile the self-test graphs of boards for a chip",
+    "selftest": "run the self tests on a board",
+    "run": "run a row on a board",
     "verify": "compare observations with the reference",
     "judge": "metrics and thresholds to a verdict",
-    "tabulate": "all verdicts of a sweep to one table, and the folders to ship",
+    "tabulate": "all verdicts of a sweep to one table, and the bundles",
 }
 
 

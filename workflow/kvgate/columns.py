@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
+# A board's times a step, medians; the overhead is what `inference` takes beyond the runtime's own run time.
+TIMES = ("total", "inference", "npu", "cpu", "inputs", "cache", "overhead", "first_token")
 STEPS = ("0", "1", "2", "3", "16", "end")  # generated steps, as compare.TOKEN_STEPS has them
 
 
@@ -33,6 +35,11 @@ def _cpu(verdict: Mapping[str, Any]) -> Any:
 def _top1(verdict: Mapping[str, Any]) -> str | None:
     f = verdict["figures"]
     return f"{f['top1_equal']}/{f['top1_of']}" if f.get("top1_of") else None
+
+
+def _behaves(verdict: Mapping[str, Any]) -> str | None:
+    found = _get("figures", "behaviour", "behaves")(verdict)
+    return None if found is None else "yes" if found else "no"
 
 
 def _risks(verdict: Mapping[str, Any]) -> str:
@@ -73,9 +80,12 @@ COLUMNS: tuple[Column, ...] = (
     ("diverged_step", _get("figures", "diverged", "step"), str),
     ("diverged_margin", _get("figures", "diverged", "margin"), _text),
     ("diverged_error", _get("figures", "diverged", "error"), _text),
-    ("perplexity", _get("figures", "perplexity", "value"), _text),
-    ("perplexity_reference", _get("figures", "perplexity", "reference"), _text),
-    ("kl", _get("figures", "perplexity", "kl"), _text),
+    ("behaves", _behaves, str),
+    ("perplexity", _get("figures", "behaviour", "perplexity"), _text),
+    ("perplexity_reference", _get("figures", "behaviour", "reference"), _text),
+    ("perplexity_ratio", _get("figures", "behaviour", "ratio"), lambda v: f"{v:.3f}"),
+    ("kl", _get("figures", "behaviour", "kl"), _text),
+    ("top1_text", _get("figures", "behaviour", "top1"), percent),
     ("cpu_operators", _cpu, str),
     ("rows", _get("figures", "rows"), str),
     ("predicted_cycles", _get("figures", "cycles"), str),
@@ -84,6 +94,10 @@ COLUMNS: tuple[Column, ...] = (
     ("history_bytes", _get("figures", "history_bytes"), str),
     ("delta_bytes", _get("figures", "delta_bytes"), str),
     ("artifact_bytes", _get("figures", "artifact_bytes"), str),
+    ("simulator", _get("figures", "simulator_verdict"), str),
+    ("tokens_per_second", _get("figures", "tokens_per_second"), lambda v: f"{v:.2f}"),
+    *((f"{name}_ms", _get("figures", f"{name}_ms"), lambda v: f"{v:.2f}") for name in TIMES),
+    ("clock_state", _get("figures", "clock_state"), str),
     ("risks", _risks, str),
 )
 

@@ -13,6 +13,7 @@ _FILES = {
     "strategies": "strategies.yaml",
     "quants": "quants.yaml",
     "programs": "programs.yaml",
+    "boards": "boards.yaml",
     "thresholds": "thresholds.yaml",
 }
 

@@ -20,19 +20,28 @@ def code_digest(roots: Iterable[str]) -> str:
 
     Raises ValueError on a root that does not exist.
     """
-    todo, seen = list(roots), set()
+    total = hashlib.sha256()
+    for module in sorted(closure(roots)):
+        total.update(f"{module}={_source(module)[0]}\n".encode())
+    return total.hexdigest()[:12]
+
+
+def closure(roots: Iterable[str]) -> dict[str, Path]:
+    """The files of `roots` and of all that they import from kvgate, by dotted name.
+
+    Raises ValueError on a root that does not exist.
+    """
+    todo, found = list(roots), {}  # type: list[str], dict[str, Path]
     for root in todo:
         if _file(root) is None:
             raise ValueError(f"module: got {root!r}, which is not in the package")
     while todo:
         module = todo.pop()
-        if module not in seen:
-            seen.add(module)
+        file = _file(module)
+        if module not in found and file is not None:
+            found[module] = file
             todo.extend(_source(module)[1])
-    total = hashlib.sha256()
-    for module in sorted(seen):
-        total.update(f"{module}={_source(module)[0]}\n".encode())
-    return total.hexdigest()[:12]
+    return found
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:

@@ -50,7 +50,6 @@ def figures(
     found["tokens"] = {str(n): _count([f["equal"][str(n)] for f in free.values()]) for n in (*TOKEN_STEPS, "end")}
     diverged = [{"program": name, **f["diverged"]} for name, f in free.items() if f["diverged"]]
     found["diverged"] = min(diverged, key=lambda d: d["step"]) if diverged else None
-    found["perplexity"] = next((m["perplexity"] for m in metrics.values() if m["perplexity"]), None)
     return found
 
 

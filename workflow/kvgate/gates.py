@@ -16,13 +16,14 @@ Array = np.ndarray
 LEVELS = ("pass", "warn", "fail")
 HISTORIES = ("isolated", "forced", "free")
 FATAL = ("nan", "inf", "all_zero", "all_equal", "permuted")  # findings that are gates of their own
+OF_BOARD = ("selftest", "run")  # what a board says beside the numbers: before all of them
 # Of one step: as the step computes, and a strange output before the error that it makes.
-_ORDER = ("kv_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", "compared")
+_ORDER = (*OF_BOARD, "kv_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", "compared")
 
 
 @dataclass(frozen=True)
 class Gate:
-    name: str  # `kv_l2`, `disturbed`, `logits_l2`, `top1`, `tokens`, `compared`, or a fatal finding's kind
+    name: str  # `kv_l2`, `disturbed`, `logits_l2`, `top1`, `tokens`, `compared`, `selftest`, `run`, or a finding's kind
     verdict: str
     text: str  # one line: what was got, what is allowed
     program: str = ""
@@ -33,6 +34,8 @@ class Gate:
 
     def place(self) -> tuple[int, int, int]:
         """Sorts gates by where they broke: history, step, then the order in which a step computes things."""
+        if self.name in OF_BOARD:
+            return -1, 0, _ORDER.index(self.name)
         history = HISTORIES.index(self.history) if self.history in HISTORIES else len(HISTORIES)
         return history, int(self.first.get("step", 0)), _ORDER.index(self.name)
 

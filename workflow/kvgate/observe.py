@@ -39,7 +39,7 @@ class Trace:
     logits: Array | None = None  # [T, V]; None for calibration texts
 
     @staticmethod
-    def load(path: str) -> "Trace":
+    def load(path: str) -> Trace:
         """Read a trace.npz."""
         with np.load(path) as file:
             layers = sum(1 for name in file.files if name.startswith("key."))

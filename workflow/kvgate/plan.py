@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvgate import digest, sweep
+from kvgate import bundle, digest, sweep
 from kvgate.contract import canonical
 from kvgate.job import record_path
 
@@ -28,9 +28,12 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "export": ("torch", "transformers", "numpy", "onnx", "onnxscript", "onnx_ir"),
     "check": ("onnxruntime", "numpy"),
     "build": ("rknn-toolkit2", "onnx", "onnxruntime", "numpy", "scipy", "protobuf"),
+    "probe": ("rknn-toolkit2", "onnx", "numpy"),
+    "selftest": ("numpy",),
+    "run": ("numpy",),
     "verify": ("numpy",),
     "judge": (),
-    "tabulate": (),
+    "tabulate": ("numpy", "transformers", "tokenizers"),
 }
 _LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
 
@@ -117,8 +120,9 @@ class Plan:
 
     def _prepare(self, w: dict[str, str]) -> Node:
         entry = self.config["weights"][w["weights"]]
-        roots = tuple(f"weights.{step}" for step in entry["steps"])
-        return self._make("prepare", w, {"weights": entry}, {"fetch": self.node("fetch", w)}, roots)
+        roots = tuple(f"weights.{step['name']}" for step in entry["steps"])
+        inputs = {"fetch": self.node("fetch", w)} | (self._calibration(w) if entry["calibrate"] else {})
+        return self._make("prepare", w, {"weights": entry}, inputs, roots)
 
     def _export(self, w: dict[str, str]) -> Node:
         entry = self.config["strategies"][w["strategy"]]
@@ -132,7 +136,7 @@ class Plan:
 
     def _check(self, w: dict[str, str]) -> Node:
         inputs = {"export": self.node("export", w)} | self._traces(w)
-        config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
+        config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"], "mask": sweep.HOST_MASK}
         return self._make("check", w, config, inputs, (self._host_half(w),))
 
     def _build(self, w: dict[str, str]) -> Node:
@@ -145,17 +149,39 @@ class Plan:
             "timeout": self.config["limits"]["build_seconds"],
         }
         if quant["calibrate"]:
-            texts = self.config["calibration"]["texts"]
-            inputs |= {f"calibration.{x}": self.node("trace", {"model": w["model"], "program": x}) for x in texts}
+            inputs |= self._calibration(w)
             config["calibration"] = {"samples": self.config["calibration"]["samples"]}
         return self._make("build", w, config, inputs, ("compiler.child", self._host_half(w)))
 
+    def _probe(self, w: dict[str, str]) -> Node:
+        return self._make("probe", w, {"timeout": self.config["limits"]["build_seconds"]}, {}, ("compiler.child",))
+
+    def _selftest(self, w: dict[str, str]) -> Node:
+        board, config = self._board(w)
+        inputs = {"probe": self.node("probe", {"platform": board["platform"]})}
+        return self._make("selftest", w, config, inputs, _on_board(board))
+
+    def _run(self, w: dict[str, str]) -> Node:
+        decode = w | {"part": "decode"}
+        board, config = self._board(w)
+        inputs = {stage: self.node(stage, decode) for stage in ("export", "check")}
+        config |= {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
+        config |= {"timing": self.config["timing"], "mask": sweep.HOST_MASK}
+        if w["platform"] != sweep.HOST_PLATFORM:
+            inputs["build"] = self.node("build", decode)
+            config["mask"] = self.config["quants"][w["quant"]]["mask"]
+        inputs |= self._traces(w) | {"selftest": self.node("selftest", w)}
+        return self._make("run", w, config, inputs, (*_on_board(board), self._host_half(w)))
+
+    def _board(self, w: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A board's entry, and what its stages read of the config."""
+        board, limits = self.config["boards"][w["backend"]], self.config["limits"]
+        return board, {"board": board, "limits": {k: limits[k] for k in ("run_seconds", "step_seconds")}}
+
     def _verify(self, w: dict[str, str]) -> Node:
         decode = w | {"part": "decode"}
-        inputs = {
-            "export": self.node("export", decode),
-            "observed": self.node("check" if w["platform"] == sweep.HOST_PLATFORM else "build", decode),
-        }
+        ran = {sweep.SIMULATOR: "build", sweep.ONNXRUNTIME: "check"}.get(w["backend"], "run")
+        inputs = {"export": self.node("export", decode), "observed": self.node(ran, decode)}
         return self._make("verify", w, {"programs": self._programs()}, inputs | self._traces(w), ())
 
     def _judge(self, w: dict[str, str]) -> Node:
@@ -164,6 +190,10 @@ class Plan:
         if w["platform"] != sweep.HOST_PLATFORM:
             inputs["build"] = self.node("build", decode)
         inputs["verify"] = self.node("verify", w)
+        if w["backend"] in self.config["boards"]:
+            inputs |= {stage: self.node(stage, w) for stage in ("run", "selftest")}
+            if w["platform"] != sweep.HOST_PLATFORM:  # the same artifact in the simulator, to tell whose fault it is
+                inputs["simulator"] = self.node("judge", w | {"backend": sweep.SIMULATOR})
         return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
 
     def _tabulate(self, w: dict[str, str]) -> Node:
@@ -173,13 +203,18 @@ class Plan:
             "rows": [list(row.wildcards().values()) for row in self.rows],
             "store_gb": self.config["limits"]["store_gb"],
         }
-        return self._make("tabulate", w, config, inputs, ())
+        halves = sorted({self.config["strategies"][row.strategy]["module"] for row in self.rows})
+        return self._make("tabulate", w, config, inputs, bundle.modules(halves))
 
     def _programs(self) -> dict[str, dict[str, Any]]:
         return {name: self.config["programs"][name] for name in self.config["sweep"]["programs"]}
 
     def _traces(self, w: dict[str, str]) -> dict[str, Node]:
         return {f"trace.{p}": self.node("trace", {"model": w["model"], "program": p}) for p in self._programs()}
+
+    def _calibration(self, w: dict[str, str]) -> dict[str, Node]:
+        texts = self.config["calibration"]["texts"]
+        return {f"calibration.{x}": self.node("trace", {"model": w["model"], "program": x}) for x in texts}
 
     def _host_half(self, w: dict[str, str]) -> str:
         return f"strategies.{self.config['strategies'][w['strategy']]['module']}.host"
@@ -245,9 +280,10 @@ def text_digests(base: Path, texts: Iterable[str]) -> dict[str, str]:
 
 
 def recorded_key(path: Path) -> dict[str, Any] | None:
-    """The key in a record; None where there is no readable record."""
+    """The key in a record; None where there is no readable record, or one that asks to be made again."""
     try:
-        return json.loads(path.read_bytes()).get("key")
+        body = json.loads(path.read_bytes())
+        return None if body.get("again") else body.get("key")
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -257,6 +293,12 @@ def _change(part: str, planned: Any, recorded: Any) -> str:
         names = sorted(k for k in planned.keys() | recorded.keys() if planned.get(k) != recorded.get(k))
         return f"{part} {', '.join(names)}"
     return part
+
+
+def _on_board(board: dict[str, Any]) -> tuple[str, ...]:
+    """The modules that a board's stages run: the agent there, the driver here."""
+    engine = {"onnxruntime": "ort"}.get(board["engine"], board["engine"])
+    return "board.agent", "board.child", f"board.{engine}", f"drivers.{board['driver']}"
 
 
 def _names(stage: str) -> Iterator[str]:

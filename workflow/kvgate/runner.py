@@ -69,6 +69,7 @@ def _pass_on(job: Job) -> None:
         above = job.read(label)
         if above["status"] == "blocked":
             facts = {"blocked_by": above.get("blocked_by", label.split(".")[0])}
+            facts |= {"again": True} if above.get("again") else {}
             raise record.Blocked(above["reason"], above["findings"], **facts)
 
 

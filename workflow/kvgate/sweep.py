@@ -3,11 +3,15 @@
 Stands before every run, so nothing heavy is imported here.
 """
 
+import ast
 import itertools
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,10 @@ import yaml
 
 from kvgate.compiler import platforms
 
-KINDS = ("models", "weights", "strategies", "quants", "programs", "thresholds")
+KINDS = ("models", "weights", "strategies", "quants", "programs", "thresholds", "boards")
 HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
+HOST_MASK = -1e4  # the additive mask there; a quant has its own
+SIMULATOR, ONNXRUNTIME = "simulator", "onnxruntime"  # backends that are no boards
 _PACKAGE = Path(__file__).parent
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -85,9 +91,10 @@ def _read(base: Path, path: str) -> dict[str, Any]:
 def rows(config: dict[str, Any], base: Path) -> list[Row]:
     """The rows of the sweep in the config's order, all references checked. Raises ConfigError."""
     _check_references(config, base)
+    _check_used(config)
     found: dict[Row, int] = {}
     for n, block in enumerate(config["sweep"]["blocks"]):
-        for row in _product(block):
+        for row in _product(block, config):
             if any(row.matches(pattern) for pattern in block["exclude"]):
                 continue
             if row in found:
@@ -131,11 +138,31 @@ def modules(folder: str) -> list[str]:
     return sorted(p.stem for p in (_PACKAGE / folder).glob("*.py") if p.stem != "__init__")
 
 
-def _product(block: dict[str, Any]) -> Iterator[Row]:
+@cache
+def constants(folder: str, name: str) -> dict[str, Any]:
+    """The constants in capitals of a module of the package, read without importing it."""
+    found = {}
+    for node in ast.parse((_PACKAGE / folder / f"{name}.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+            with suppress(ValueError):  # not a literal
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
+
+
+def _product(block: dict[str, Any], config: dict[str, Any]) -> Iterator[Row]:
     columns = (block[name] for name in ("models", "weights", "strategies", "platforms", "quants"))
     for model, weights, strategy, platform, quant in itertools.product(*columns):
-        backend = "onnxruntime" if platform == HOST_PLATFORM else "simulator"
-        yield Row(model, weights, strategy, platform, quant, backend)
+        for backend in backends(config, platform):
+            yield Row(model, weights, strategy, platform, quant, backend)
+
+
+def backends(config: dict[str, Any], platform: str) -> list[str]:
+    """What runs a tuple of a platform: the sweep's backends that can. The host's graphs always run in ONNX Runtime."""
+    found = [ONNXRUNTIME] if platform == HOST_PLATFORM else []
+    for name in config["sweep"]["backends"]:
+        if (platform != HOST_PLATFORM) if name == SIMULATOR else (config["boards"][name]["platform"] == platform):
+            found.append(name)
+    return found
 
 
 def _over(below: Any, above: Any) -> Any:
@@ -194,6 +221,7 @@ def _one_line(error: Any) -> str:
         "minItems": lambda: f"allowed: at least {wanted} entries",
         "exclusiveMaximum": lambda: f"allowed: below {wanted}",
         "pattern": lambda: f"allowed: {wanted}",
+        "maximum": lambda: f"allowed: at most {wanted}",
         "uniqueItems": lambda: "allowed: every entry once",
     }.get(rule, lambda: error.message.splitlines()[0])()
     return f"{where}: got {got}, {allowed}"
@@ -210,7 +238,9 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
         _known(f"models.{name}.source.kind", entry["source"]["kind"], modules("sources"))
     for name, entry in config["weights"].items():
         for n, step in enumerate(entry["steps"]):
-            _known(f"weights.{name}.steps[{n}]", step, modules("weights"))
+            _known(f"weights.{name}.steps[{n}].name", step["name"], modules("weights"))
+            if constants("weights", step["name"]).get("STATISTICS") and not entry["calibrate"]:
+                raise ConfigError(f"weights.{name}: {step['name']} reads the calibration texts, lacks calibrate: true")
     for name, entry in config["strategies"].items():
         _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
     for n, block in enumerate(config["sweep"]["blocks"]):
@@ -221,6 +251,7 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
             _known(f"sweep.blocks[{n}].platforms[{m}]", name, [*platforms.SUPPORTED, HOST_PLATFORM])
         for m, name in enumerate(block["quants"]):
             _known(f"sweep.blocks[{n}].quants[{m}]", name, [*config["quants"], HOST_QUANT])
+    _check_boards(config)
     programs = config["programs"]
     runs = [name for name, entry in programs.items() if entry["kind"] != "calibration"]
     texts = [name for name, entry in programs.items() if entry["kind"] == "calibration"]
@@ -232,6 +263,35 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
     for n, name in enumerate(config["calibration"]["texts"]):
         _known(f"calibration.texts[{n}]", name, texts)
         _check_text(f"programs.{name}", programs[name], base)
+
+
+def _check_boards(config: dict[str, Any]) -> None:
+    boards = config["boards"]
+    for name, entry in boards.items():
+        where = f"boards.{name}"
+        _known(f"{where}.driver", entry["driver"], modules("drivers"))
+        _known(f"{where}.platform", entry["platform"], [*platforms.SUPPORTED, HOST_PLATFORM])
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name) or name in (SIMULATOR, ONNXRUNTIME):
+            raise ConfigError(f"{where}: got the name {name!r}, allowed: small letters, digits, _ . - and no backend's")
+        stands_in = entry["engine"] == ONNXRUNTIME
+        if stands_in != (entry["platform"] == HOST_PLATFORM) or stands_in != name.startswith(ONNXRUNTIME):
+            raise ConfigError(
+                f"{where}: got engine {entry['engine']} on {entry['platform']}, allowed: onnxruntime on host, with a "
+                "name that begins with onnxruntime (it is no board), else a chip and an engine for it"
+            )
+        if entry["driver"] != "local" and not entry["address"]:
+            raise ConfigError(f"{where}: lacks address, which driver {entry['driver']} needs")
+    for n, name in enumerate(config["sweep"]["backends"]):
+        _known(f"sweep.backends[{n}]", name, [SIMULATOR, *boards])
+
+
+def _check_used(config: dict[str, Any]) -> None:
+    """A board that the sweep names and no tuple is built for would be left out without a word."""
+    built = sorted({platform for block in config["sweep"]["blocks"] for platform in block["platforms"]})
+    for n, name in enumerate(config["sweep"]["backends"]):
+        if name != SIMULATOR and config["boards"][name]["platform"] not in built:
+            platform = config["boards"][name]["platform"]
+            raise ConfigError(f"sweep.backends[{n}]: {name} is a {platform}, the sweep builds for: {', '.join(built)}")
 
 
 def _check_text(where: str, program: dict[str, Any], base: Path) -> None:
@@ -260,6 +320,7 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
             )
         if strategy["module"] == "recompute":
             raise ConfigError(f"{where}: strategy {row.strategy} recomputes, allowed: platform host only")
+    _check_weights(where, config, row, base)
     limit = context_limit(config, row.model, base)
     if limit is not None and capacity > limit:
         raise ConfigError(
@@ -280,6 +341,31 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
         )
     if row.platform != HOST_PLATFORM and config["quants"][row.quant]["calibrate"]:
         _check_calibration(where, config, row, capacity)
+
+
+def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
+    """Whether the preparations know the model's family and make sense for the quant."""
+    quant = config["quants"].get(row.quant, {})
+    dtype, settings = platforms.dtype(quant), quant.get("config", {})
+    family = hub_config(config["models"][row.model], base).get("model_type")
+    if config["weights"][row.weights]["calibrate"] and not config["calibration"]["texts"]:
+        raise ConfigError(f"{where}: weights {row.weights} calibrate, calibration.texts: got [], allowed: at least one")
+    for step in config["weights"][row.weights]["steps"]:
+        name, facts = f"weights {row.weights}: {step['name']}", constants("weights", step["name"])
+        if family and family not in facts.get("FAMILIES", (family,)):
+            raise ConfigError(f"{where}: {name} got a {family}, known: {', '.join(facts['FAMILIES'])}")
+        if row.platform == HOST_PLATFORM:
+            continue
+        if dtype not in facts.get("DTYPES", (dtype,)):
+            raise ConfigError(f"{where}: {name} is for {', '.join(facts['DTYPES'])}, quant {row.quant} is {dtype}")
+        missing = set(facts.get("DISABLE", ())) - set(settings.get("disable_rules", ()))
+        if missing:
+            raise ConfigError(f"{where}: {name} needs config.disable_rules {sorted(missing)} in quant {row.quant}")
+        group = settings.get("quantized_method", "channel").removeprefix("group")
+        group = int(group) if group.isdigit() else 0
+        if "DTYPES" in facts and step["options"].get("group", 0) != group:
+            got = step["options"].get("group", 0)
+            raise ConfigError(f"{where}: {name} got group {got}, quant {row.quant} has {group} (0: a whole channel)")
 
 
 def _check_calibration(where: str, config: dict[str, Any], row: Row, capacity: int) -> None:

@@ -21,12 +21,16 @@ _COMPACT = (
     ("logits_l2_worst", "logits"),
     ("top1", "top-1"),
     ("tokens_end", "to end"),
-    ("perplexity", "perplexity"),
+    ("perplexity_ratio", "perplexity x"),
+    ("top1_text", "top-1 text"),
+    ("behaves", "behaves"),
     ("cpu_operators", "CPU ops"),
     ("predicted_cycles", "Mcycles*"),
     ("predicted_traffic_bytes", "traffic MiB*"),
     ("artifact_bytes", "file MiB"),
 )
+# Only where a board has measured something.
+_MEASURED = (("total_ms", "ms a token"), ("tokens_per_second", "tokens/s"))
 
 
 class Row(Protocol):
@@ -65,8 +69,9 @@ def compact(verdicts: Sequence[Verdict]) -> str:
     """The rows as aligned text; columns in which all rows are equal and that only name the row stand above it."""
     shared = ("model", "weights", "platform", "backend")
     lead = [name for name in shared if len({v["row"][name] for v in verdicts}) > 1]
-    rows = [[*lead, *(title for _, title in _COMPACT)]]
-    names = [name for name, _ in _COMPACT]
+    columns = [*_COMPACT, *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts))]
+    rows = [[*lead, *(title for _, title in columns)]]
+    names = [name for name, _ in columns]
     rows += [[*(v["row"][n] for n in lead), *cells(v, names, people=True)] for v in verdicts]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -86,10 +91,31 @@ def summary(results: Path, sweep: str, verdicts: Sequence[Verdict], planned: int
         lines.append(f"  see {path(results, red['row'])}")
     best = best_row(verdicts)
     if best:
-        lines.append(f"ship ({best['verdict']}): {results / 'ship' / sweep / ship_name(best['row'])}")
+        lines.append(f"ship ({best['verdict']}): {results / 'bundles' / sweep / row_name(best['row'])}")
     else:
         lines.append("nothing to ship: no row with an artifact passes" + _closest(verdicts))
-    return "\n".join(lines)
+    return "\n".join([*lines, *_behaving(verdicts)])
+
+
+def _behaving(verdicts: Sequence[Verdict]) -> list[str]:
+    """Per model and platform the smallest and the fastest predicted artifact that behaves, gates or not."""
+    good: dict[tuple[str, str], list[Verdict]] = {}
+    for v in verdicts:
+        f = v["figures"]
+        if f.get("artifact_bytes") and (f.get("behaviour") or {}).get("behaves"):
+            good.setdefault((v["row"]["model"], v["row"]["platform"]), []).append(v)
+    lines = []
+    for (model, platform), rows in good.items():
+        for word, name in (("smallest", "artifact_bytes"), ("fastest predicted", "cycles")):
+            best = min(rows, key=lambda v: v["figures"][name] or float("inf"))
+            titles = ["perplexity_ratio", "top1_text", "artifact_bytes", "predicted_cycles"]
+            ratio, top1, size, cycles = cells(best, titles, people=True)
+            row = best["row"]
+            lines.append(
+                f"{word} of {model} on {platform} that behaves: {row['weights']} {row['strategy']} {row['quant']} "
+                f"({best['verdict']}): perplexity x {ratio}, top-1 {top1}, {size} MiB, {cycles} Mcycles"
+            )
+    return lines
 
 
 def _closest(verdicts: Sequence[Verdict]) -> str:
@@ -105,13 +131,19 @@ def _closest(verdicts: Sequence[Verdict]) -> str:
 
 
 def best_row(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The row to ship: pass before warn, then the fewest predicted cycles, then the least traffic."""
+    """The row to ship: pass before warn, then the shortest measured step, then the fewest predicted cycles.
 
-    def rank(v: Verdict) -> tuple[int, float, float]:
-        f = v["figures"]
-        return VERDICTS.index(v["verdict"]), f["cycles"] or float("inf"), f["traffic_bytes"] or float("inf")
-
+    Times of different clock states are not compared: where there are several, no time counts.
+    """
     green = [v for v in verdicts if ships(v)]
+    timed = [v for v in green if v["figures"].get("total_ms") is not None]
+    comparable = len({(v["row"]["backend"], v["figures"]["clock_state"]) for v in timed}) == 1
+
+    def rank(v: Verdict) -> tuple[int, float, float, float]:
+        f, none = v["figures"], float("inf")
+        time = f.get("total_ms") if comparable else None
+        return VERDICTS.index(v["verdict"]), time or none, f["cycles"] or none, f["traffic_bytes"] or none
+
     return min(green, key=rank, default=None)
 
 
@@ -120,8 +152,8 @@ def ships(verdict: Verdict) -> bool:
     return verdict["verdict"] in ("pass", "warn") and verdict["figures"].get("artifact_bytes") is not None
 
 
-def ship_name(row: Mapping[str, str]) -> str:
-    """The row's folder below results/ship/{sweep}."""
+def row_name(row: Mapping[str, str]) -> str:
+    """The row's folder below results/bundles/{sweep}."""
     return "/".join(row[name] for name in ROW)
 
 
@@ -147,7 +179,7 @@ def gate(results: Path, rows: Sequence[Row], require: Sequence[dict[str, Any]]) 
         where = path(results, row.wildcards())
         verdict = record.read(where) if where.exists() else {"verdict": "missing", "reason": "not judged yet"}
         if verdict["verdict"] != "pass":
-            lines.append(f"{verdict['verdict']}: {ship_name(row.wildcards())}: {verdict['reason']}")
+            lines.append(f"{verdict['verdict']}: {row_name(row.wildcards())}: {verdict['reason']}")
     if not wanted and not lines:
         lines.append("no row is required: nothing was held to anything")
     print("\n".join(lines) if lines else f"gate: {len(wanted)} required rows pass")

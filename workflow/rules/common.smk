@@ -1,5 +1,6 @@
 # The plan, and functions that rules take their inputs, keys and records from. No rules here.
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -94,6 +95,15 @@ def begin():
     return True
 
 
+# One job at a time on a board, boards side by side: a resource a board, of which there is one.
+BOARDS = {
+    f"board_{re.sub('[^a-z0-9]', '_', name)}": lambda w, name=name: int(
+        w.backend == name
+    )
+    for name in PLAN.config["boards"]
+}
+for name in BOARDS:
+    workflow.global_resources.setdefault(name, 1)
 if "mem_mb" not in workflow.global_resources:
     workflow.global_resources["mem_mb"] = (
         PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10

@@ -1,4 +1,4 @@
-# The table of the sweep, and the folders to ship.
+# The table of the sweep, and the bundles.
 # Reads all verdicts. Writes acceptance.tsv, acceptance.md and acceptance.json.
 rule tabulate:
     input:
@@ -8,7 +8,7 @@ rule tabulate:
     log:
         log_of("tabulate"),
     resources:
-        mem_mb=500,
+        mem_mb=2000,
         runtime=10,
     params:
         key=key("tabulate"),

@@ -27,8 +27,10 @@ class Garbled(Exception):
 
 
 def send(stream: BinaryIO, head: dict[str, Any], blob: bytes = b"") -> None:
-    """Write one frame. Raises Closed where nobody reads."""
+    """Write one frame. Raises Closed where nobody reads, ValueError on a frame that no one would take."""
     text = json.dumps(head, separators=(",", ":")).encode()
+    if len(text) > _HEAD or len(blob) > _BLOB:
+        raise ValueError("frame: got {} + {} bytes, allowed: {} + {}".format(len(text), len(blob), _HEAD, _BLOB))
     try:
         stream.write(_SIZES.pack(MAGIC, len(text), len(blob)) + text)
         if blob:
@@ -45,13 +47,13 @@ def receive(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
         raise Closed("ended inside a frame" if begin else "ended")
     magic, head_size, blob_size = _SIZES.unpack(begin)
     if magic != MAGIC or head_size > _HEAD or blob_size > _BLOB:
-        raise Garbled("got {!r}, allowed: a frame".format(begin + (b"" if magic == MAGIC else stream.read1(64))))
+        raise Garbled("got {!r}, allowed: a frame".format(begin))
     text, blob = stream.read(head_size), stream.read(blob_size)
     if len(text) < head_size or len(blob) < blob_size:
         raise Closed("ended inside a frame")
     try:
         head = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # deep nesting is the latter
         head = None
     if not isinstance(head, dict) or not isinstance(head.get("type"), str):
         raise Garbled("got {!r}, allowed: a JSON object with a type".format(text[:64]))

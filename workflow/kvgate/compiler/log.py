@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,10 +133,19 @@ class Table:
             "cpu_operators": dict(sorted(cpu.items())),
             "cpu_names": [r.name for r in work if r.target == "CPU"],
             "cycles": _total([r.cycles for r in self.rows]),
+            "operator_cycles": _by_operator(self.rows),
             "traffic_bytes": _bytes(_total([r.traffic for r in self.rows])),
             "weight_bytes": _bytes(self.weights),
             "internal_bytes": _bytes(self.internal),
         }
+
+
+def _by_operator(rows: Iterable[Row]) -> dict[str, int]:
+    """`Operator@Target` -> predicted cycles; only operators that have some."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[f"{row.operator}@{row.target}"] += row.cycles or 0
+    return {name: count for name, count in sorted(found.items()) if count}
 
 
 _COLUMNS = {

@@ -41,13 +41,28 @@ def reference(model: nn.Module, positions: Tensor | None) -> Reference:
 
 def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
     """Worst normalized L2 of logits and every layer's K and V. `model` has been operated on and reads `step`."""
+    rows = known.embedded if known.positions is None else known.embedded + known.positions
+    logits, keys, values = decode(model, spec, step, rows)
+    errors = [_distance(logits, known.logits)]
+    for got, wanted in ((keys, known.keys), (values, known.values)):
+        for mine, theirs in zip(got, wanted, strict=True):
+            groups = theirs.shape[1] // mine.shape[1]  # falcon caches its KV heads repeated
+            errors.append(_distance(mine, theirs[:, ::groups]))
+    return max(errors)
+
+
+def decode(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Token by token with a growing cache: logits [T, V], per layer K and V [T, Hk, D] as cached.
+
+    rows: [T, C], embedded tokens with their learned positions added.
+    """
     layers = len(spec.layers)
     kept: list[list[list[Tensor]]] = [[[] for _ in range(layers)] for _ in "kv"]
     axis = 3 if spec.form == "recipe" else 2
 
     def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        for rows, new in zip(kept, (key, value), strict=True):
-            rows[layer].append(new)
+        for of, new in zip(kept, (key, value), strict=True):
+            of[layer].append(new)
         return torch.cat(kept[0][layer], axis), torch.cat(kept[1][layer], axis)
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: object) -> Tensor:
@@ -55,26 +70,18 @@ def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
         return seams.attend(q, k, v, step.masks[layer.index], layer.scale, layer.softcap)
 
     by_module = {m: x for n, m in model.named_modules() for x in spec.layers if x.module == n}
-    angles = [rotary.tables(model.get_submodule(r.module), r, TOKENS) for r in spec.rotations]  # type: ignore[arg-type]
+    angles = [rotary.tables(model.get_submodule(r.module), r, len(rows)) for r in spec.rotations]  # type: ignore[arg-type]
     step.update = update
     logits = []
-    for position in range(TOKENS):
-        row = known.embedded[position]
-        if known.positions is not None:
-            row = row + known.positions[position]
+    for position, row in enumerate(rows):
         ordered = sorted(spec.layers, key=lambda x: x.index)
         step.masks = [_mask(position, spec.windows[x.mask]) + _bias(position, spec.form, x) for x in ordered]
         step.rotations = [rotary.at(table, position) for table in angles]
         with seams.using(attend):
             logits.append(survey.run(model, row.view(1, 1, -1), layers, update).logits[0, 0])
-    errors = [_distance(torch.stack(logits), known.logits)]
-    for rows, wanted in zip(kept, (known.keys, known.values), strict=True):
-        for layer in range(layers):
-            got = torch.cat(rows[layer], axis)
-            got = got[:, :, 0].permute(2, 0, 1) if axis == 3 else got[0].transpose(0, 1)
-            groups = wanted[layer].shape[1] // got.shape[1]  # falcon caches its KV heads repeated
-            errors.append(_distance(got, wanted[layer][:, ::groups]))
-    return max(errors)
+    cached = [[torch.cat(new, axis) for new in of] for of in kept]
+    whole = [[x[:, :, 0].permute(2, 0, 1) if axis == 3 else x[0].transpose(0, 1) for x in of] for of in cached]
+    return torch.stack(logits), whole[0], whole[1]
 
 
 def _mask(position: int, window: int | None) -> Tensor:

@@ -18,8 +18,12 @@ OPSET = 17  # the compiler takes at most 19
 NAME_LIMIT = 127  # characters: longer tensor names fail the build
 
 
-def export(decoder: Decoder, index: Mapping[str, Any], location: str) -> onnx.ModelProto:
+def export(
+    decoder: Decoder, index: Mapping[str, Any], location: str, sums: Mapping[str, int] | None = None
+) -> onnx.ModelProto:
     """The graph. index: blob.write's, of the tensors' names in `decoder.model`. location: the weights file's name.
+
+    sums: matrices that are the first of so many terms, `{name}.1` and on in the index: their products are added up.
 
     Raises ValueError on a parameter that is not in the index, or a name that the compiler would refuse.
     """
@@ -28,6 +32,8 @@ def export(decoder: Decoder, index: Mapping[str, Any], location: str) -> onnx.Mo
     if any(x.name.removeprefix("model.") not in index for x in model.graph.input if x.name not in declared):
         model = _trace(decoder, folding=False)  # a folded parameter has no values anywhere
     _attach(model, declared, index, location)
+    for name, terms in (sums or {}).items():
+        _add_terms(model, f"model.{name}", [f"{name}.{n}" for n in range(1, terms)], index, location)
     residual.reorder(model)
     _clean(model)
     _check_names(model)
@@ -67,11 +73,34 @@ def _attach(model: onnx.ModelProto, declared: set[str], index: Mapping[str, Any]
         if name not in index:
             raise ValueError(f"graph: got a parameter {name!r}, allowed: those of the weights file")
         entry = index[name]
-        tensor = model.graph.initializer.add(name=value.name, data_type=onnx.TensorProto.FLOAT, dims=entry["shape"])
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        length = 4 * math.prod(entry["shape"])
-        for key, text in (("location", location), ("offset", entry["offset"]), ("length", length)):
-            tensor.external_data.add(key=key, value=str(text))
+        _initializer(model, value.name, entry, location)
+
+
+def _initializer(model: onnx.ModelProto, name: str, entry: Mapping[str, Any], location: str) -> None:
+    tensor = model.graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT, dims=entry["shape"])
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    length = 4 * math.prod(entry["shape"])
+    for key, text in (("location", location), ("offset", entry["offset"]), ("length", length)):
+        tensor.external_data.add(key=key, value=str(text))
+
+
+def _add_terms(model: onnx.ModelProto, name: str, terms: list[str], index: Mapping[str, Any], location: str) -> None:
+    """x W becomes x W + x W1 + ..; raises ValueError where the graph has no such product."""
+    nodes = list(model.graph.node)
+    at = next((i for i, n in enumerate(nodes) if n.op_type == "MatMul" and list(n.input)[1:] == [name]), None)
+    if at is None:
+        raise ValueError(f"graph: got no product with {name!r}, which is a sum of {len(terms) + 1}")
+    product = nodes[at]
+    output, added = product.output[0], []
+    product.output[0] = total = f"{output}.0"
+    for n, term in enumerate(terms, start=1):
+        _initializer(model, f"model.{term}", index[term], location)
+        one, new = f"{output}.{n}", output if n == len(terms) else f"{output}.0+{n}"
+        added.append(onnx.helper.make_node("MatMul", [product.input[0], f"model.{term}"], [one], name=one))
+        added.append(onnx.helper.make_node("Add", [total, one], [new], name=f"{product.name}.sum{n}"))
+        total = new
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes[: at + 1], *added, *nodes[at + 1 :]])
 
 
 def _clean(model: onnx.ModelProto) -> None:

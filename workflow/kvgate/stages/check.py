@@ -18,7 +18,6 @@ from kvgate.job import Job
 from kvgate.observe import Trace, observe
 
 LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
-MASK = -1e4  # float32 here; a quant's own value is used where its artifact runs
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def run(job: Job) -> dict[str, Any]:
     contract = Contract.from_json((folder / "contract.json").read_text())
     half = import_module(f"kvgate.strategies.{contract.strategy}.host")
     with np.load(folder / "host.npz") as tables:
-        host = half.Host(contract, dict(tables), MASK)
+        host = half.Host(contract, dict(tables), job.config["mask"])
     engine = Engine(folder / "model.onnx", contract)
     files, programs, findings = {}, {}, []
     for name, program in job.config["programs"].items():

@@ -38,7 +38,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     host_digest = _host(job, made, source)
     contract = replace(contract, host_sha256=host_digest)
     try:
-        graph = proto.export(made, prepared["tensors"], "weights.bin")
+        graph = proto.export(made, prepared["tensors"], "weights.bin", prepared["sums"])
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise Blocked(text, [finding("exporter", text)]) from why
@@ -71,9 +71,9 @@ def _host(job: Job, made: Any, source: Any) -> str:
 
     capacity = made.contract.cache.capacity
     with np.load(source / "tables.npz") as file:
-        arrays = {"embedding": file["embedding"]}
-        if "position" in file.files:
-            arrays["position"] = file["position"][:capacity]
+        arrays = dict(file)
+    if "position" in arrays:
+        arrays["position"] = arrays["position"][:capacity]
     for i, rotation in enumerate(made.spec.rotations):
         for name, table in rotary.tables(made.model.get_submodule(rotation.module), rotation, capacity).items():
             arrays[f"{name}.{i}"] = table

@@ -1,7 +1,8 @@
 """judge: metrics x thresholds -> the verdict of a row, its reason, and every figure that the table shows.
 
-Reads metrics.json and metrics.npz of all programs, the contract, the check's and the build's record. Seconds: moving
-a threshold runs only this and tabulate. Takes blocked inputs: a blocked row has a verdict too.
+Reads metrics.json and metrics.npz of all programs, the contract, the check's and the build's record; for a row on a
+board also the run's and the self test's record and the verdict in the simulator. Seconds: moving a threshold runs only
+this and tabulate. Takes blocked inputs: a blocked row has a verdict too.
 """
 
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import causes, columns, figures, gates, record
+from kvgate import behaviour, boards, causes, columns, figures, gates, record
 from kvgate.contract import Contract
 from kvgate.job import Job
 
@@ -29,7 +30,8 @@ def run(job: Job) -> dict[str, Any]:
 
 def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """The first blocked input blocks the row, for its reason."""
-    found = next((item for item in inputs.items() if item[1]["status"] == "blocked"), None)
+    # The simulator's verdict is only compared with; its row is blocked by itself.
+    found = next((x for x in inputs.items() if x[0] != "simulator" and x[1]["status"] == "blocked"), None)
     if found is None:
         return None
     label, above = found
@@ -57,24 +59,33 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found = [g for name in metrics for g in gates.judge(name, metrics[name], arrays[name], limits)]
     if not found:
         found = [gates.Gate("compared", "fail", "no comparison was made")]
+    ran = inputs.get("run", {})
+    found += boards.gates(ran, inputs.get("selftest"))
     verdict = gates.worst([g.verdict for g in found])
-    findings = [*build.get("findings", ())]
+    findings = [*build.get("findings", ()), *ran.get("findings", ())]
     findings += [x | {"program": name} for name, m in metrics.items() for x in m["findings"]]
     broken = sorted((g for g in found if g.verdict == verdict), key=gates.Gate.place) if verdict != "pass" else []
     first = broken[0] if broken else None
     place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name} if first else {}
     place |= first.first if first else {}
     evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place))
-    cause = causes.explain(replace(evidence, check=_checked(inputs["check"]))) if first else ""
+    known = first is None or first.name in gates.OF_BOARD  # its text is the cause
+    cause = "" if known else causes.explain(replace(evidence, check=_checked(inputs["check"])))
+    risks = build.get("risks", [])
+    reason = _reason(verdict, first, cause, found)
+    if "simulator" in inputs:
+        reason = boards.beside(verdict, reason, inputs["simulator"]["verdict"], risks, first, findings)
     return {
         "verdict": verdict,
-        "reason": _reason(verdict, first, cause, found),
+        "reason": reason,
         "cause": cause,
         "first": place or None,
         "gates": [g.to_json() for g in found],
-        "risks": build.get("risks", []),
+        "risks": [*risks, *(x["text"] for x in ran.get("findings", ()) if x["kind"] == "version_mismatch")],
         "findings": findings,
-        "figures": figures.figures(contract, build, metrics, arrays),
+        "figures": figures.figures(contract, build, metrics, arrays)
+        | {"behaviour": behaviour.measure(metrics, limits["behaviour"])}
+        | boards.figures(ran, inputs.get("simulator"), build),
     }
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import sys
 from typing import Any
 
 from kvgate import record, weights
@@ -19,34 +20,33 @@ def preparation(name: str) -> Any:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Writes weights.bin and tables.npz (embedding rows [V, C], learned positions [P, C]).
+    """Writes weights.bin and tables.npz (embedding rows [V, C], learned positions [P, C], changed bases of K and V).
 
-    The body: the spec, the index of weights.bin, the final form with its reason, the self-check's error. Raises
-    record.Blocked where the model cannot work.
+    The body: the spec, the index of weights.bin, which matrices are sums, the final form with its reason, the
+    self-check's error. Raises record.Blocked where the model or a preparation cannot work.
     """
     import numpy as np
     import torch
 
-    from kvgate.export import blob, load, surgery
+    from kvgate.export import blob, load
     from kvgate.export.prepare import prepare
 
     if job.wildcards["form"] not in FORMS:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
-    steps = [preparation(name) for name in job.config["weights"]["steps"]]
-    stats = None  # activation statistics: no preparation needs them yet
+    steps = [(step["name"], preparation(step["name"]), step["options"]) for step in job.config["weights"]["steps"]]
     with torch.no_grad():
         model = load.model(job.inputs["fetch"].parent)
-        for step in steps:
+        for name, step, _ in steps:
+            families = getattr(step, "FAMILIES", None)
+            if families and model.config.model_type not in families:
+                _refuse(f"preparation {name}: got a {model.config.model_type}, known: {', '.join(families)}")
             if hasattr(step, "checkpoint"):
-                step.checkpoint(model, stats)
+                print(f"preparation {name}: the model", file=sys.stderr)
+                step.checkpoint(model)
         prepared = prepare(model, job.wildcards["form"])
-        tensors = {name: tensor.numpy() for name, tensor in surgery.state(prepared.model).items()}
-        for name in tensors:
-            for step in steps:
-                if hasattr(step, "linear") and tensors[name].ndim > 1:
-                    tensors[name] = step.linear(name, tensors[name], stats)
+        tensors, bases, sums = _changed(job, prepared, steps)
         index, digest = blob.write(job.folder / "weights.bin", tensors)
-        tables = {"embedding": prepared.embedding.numpy()}
+        tables = {"embedding": prepared.embedding.numpy(), **bases}
         if prepared.positions is not None:
             tables["position"] = prepared.positions.numpy()
     part = record.partial(job.folder / "tables.npz")
@@ -59,6 +59,28 @@ def run(job: Job) -> dict[str, Any]:
         "error": float(f"{prepared.error:.1e}"),
         "spec": prepared.spec.to_dict(),
         "tensors": index,
+        "sums": sums,
         "parameter_bytes": sum(x.nbytes for x in tensors.values()),
         "files": {"weights.bin": digest, "tables.npz": record.sha256(job.folder / "tables.npz")},
     }
+
+
+def _changed(job: Job, prepared: Any, steps: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """The graph's tensors, the tables of changed bases, and how many matrices stand for one that is now a sum."""
+    from kvgate.export import preparation
+
+    texts = [job.inputs[label].with_name("trace.npz") for label in job.labels("calibration")]
+    work = preparation.Work(prepared, texts)
+    try:
+        for name, step, options in steps:
+            for hook in ("heads", "turn", "linear"):
+                if hasattr(step, hook):
+                    print(f"preparation {name}: {hook}", file=sys.stderr)
+                    getattr(work, hook)(step, options)
+    except ValueError as why:
+        _refuse(f"preparation {name}: {why}")
+    return work.tensors(), work.bases(), work.sums
+
+
+def _refuse(text: str) -> None:
+    raise record.Blocked(text, [record.finding("preparation", text)])

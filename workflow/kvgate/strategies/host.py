@@ -107,9 +107,9 @@ class Host:
         """Set the cache to a trace's first `length` tokens: ids [T], per layer [T, Hk, D]. Other slots are zero."""
         self.reset()
         self._check_room(length - 1)
-        for (key, value), k, v in zip(self.views, keys, values):
-            key[:length] = k[:length]
-            value[:length] = v[:length]
+        for i, ((key, value), k, v) in enumerate(zip(self.views, keys, values)):
+            key[:length] = self._changed("basis.key", i, k[:length])
+            value[:length] = self._changed("basis.value", i, v[:length])
         self.length = length
 
     def feeds(self, token: int) -> Dict[str, Array]:
@@ -132,7 +132,14 @@ class Host:
         taken, disturbed = self.take_cache(outputs, views)
         self.length += 1
         logits = next(outputs[t.name] for t in self.contract.outputs if t.role == c.LOGITS)
-        return Step(np.array(logits).reshape(-1), [k for k, _ in taken], [v for _, v in taken], disturbed)
+        keys = [self._changed("inverse.key", i, k) for i, (k, _) in enumerate(taken)]
+        values = [self._changed("inverse.value", i, v) for i, (_, v) in enumerate(taken)]
+        return Step(np.array(logits).reshape(-1), keys, values, disturbed)
+
+    def _changed(self, table: str, layer: int, rows: Array) -> Array:
+        """[.., Hk, D] rows in another basis, where the preparation of the weights changed it."""
+        matrix = self.tables.get("{}.{}".format(table, layer))
+        return rows if matrix is None else np.einsum("...hd,hde->...he", rows, matrix.astype(np.float32))
 
     def snapshot(self) -> Tuple[int, Dict[str, Array]]:
         return self.length, {name: buffer.copy() for name, buffer in self.buffers.items()}
@@ -187,4 +194,6 @@ class Host:
         cosine = self.tables["cosine.{}".format(index)][self.length].astype(np.float32)
         sine = self.tables["sine.{}".format(index)][self.length].astype(np.float32)
         turn = self.tables["turn.{}".format(index)].astype(np.float32)
-        return np.ascontiguousarray((np.diag(cosine) + sine[:, None] * turn).T)
+        matrix = (np.diag(cosine) + sine[:, None] * turn).T
+        after = self.tables.get("turned.{}".format(index))
+        return np.ascontiguousarray(matrix if after is None else matrix @ after.astype(np.float32))

@@ -1,0 +1,552 @@
+"""The HTTP endpoint, spoken to by the openai package and by clients that do what they should not."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import openai
+import pytest
+import tinyrow
+from kvgate.board import serve
+from kvgate.board.bundled import Bundle
+from kvgate.board.chat import Bad, parse
+from kvgate.board.context import Context
+from kvgate.board.engine import EngineError
+from kvgate.board.ort import Engine
+from kvgate.board.service import Service
+
+HI = [{"role": "user", "content": "Hi"}]
+ROUTE = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return tinyrow.Rows(tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="module")
+def bundle(rows):
+    return rows.bundle(tinyrow.HOST)
+
+
+class Slow:
+    """An engine that takes its time, and fails when told to."""
+
+    def __init__(self, engine):
+        self.engine, self.seconds, self.fails, self.fails_after, self.steps = engine, 0.0, False, 1 << 30, 0
+        self.go = threading.Event()
+        self.go.set()
+
+    def step(self, feeds):
+        assert self.go.wait(30)
+        time.sleep(self.seconds)
+        self.steps += 1
+        if self.fails or self.steps > self.fails_after:
+            raise EngineError("hang", "the NPU is gone")
+        return self.engine.step(feeds)
+
+    def close(self):
+        pass
+
+
+class Lines:
+    """The terminal of the tests."""
+
+    def __init__(self):
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+class Served:
+    """A server in this process, on a free port."""
+
+    def __init__(self, folder, limit=2):
+        opened = Bundle(folder)
+        engine = Engine({}, folder, opened.contract)
+        engine.open(lambda phase: None)
+        self.engine, self.terminal = Slow(engine), Lines()
+        context = Context(self.engine, opened._host(engine), opened.facts["end_ids"])
+        self.service = Service(opened, context, opened.text(), limit)
+        self.server = serve.Server(("127.0.0.1", 0), self.service, self.terminal, True)
+        self.port = self.server.server_port
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+
+    @property
+    def client(self):
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=30)
+
+    def ask(self, method="POST", path=ROUTE, body=None, **headers):
+        """Status, headers and JSON of one request."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        data = body if isinstance(body, bytes | type(None)) else json.dumps(body).encode()
+        names = {k.replace("_", "-"): v for k, v in headers.items()}
+        connection.request(method, path, data, {"Content-Type": "application/json"} | names if data else names)
+        answer = connection.getresponse()
+        found = answer.status, dict(answer.headers), json.loads(answer.read())
+        connection.close()
+        return found
+
+    def raw(self, body=None, **options):
+        """A connection over which a request was sent."""
+        data = json.dumps({"messages": HI, **options} if body is None else body).encode()
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        head = f"POST {ROUTE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        made.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return made
+
+    def idle(self):
+        """Wait until nobody uses the context. Returns the seconds."""
+        begin = time.monotonic()
+        while self.service.queue.length:
+            assert time.monotonic() - begin < 20
+            time.sleep(0.01)
+        return time.monotonic() - begin
+
+    def close(self):
+        self.engine.go.set()
+        self.service.stopping.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def served(bundle):
+    made = Served(bundle)
+    yield made
+    made.close()
+
+
+def wait_for(condition):
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < 20
+        time.sleep(0.01)
+
+
+# A real client
+
+
+def test_a_chat_is_the_reference_s(rows, served):
+    answer = served.client.chat.completions.create(model="tiny", messages=HI, max_tokens=12)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", rows.trace["text"])
+    assert choice.finish_reason == "length" and answer.model == "tiny" and answer.object == "chat.completion"
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (21, 12, 33)
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    again = served.client.chat.completions.create(model="tiny", messages=HI, max_tokens=12)
+    assert again.choices == answer.choices and again.id != answer.id
+    assert again.usage.prompt_tokens_details.cached_tokens == 20
+
+
+def test_a_stream_is_the_same_text(rows, served):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(served.client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, **options))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == rows.trace["text"]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 12
+    assert len({c.id for c in chunks}) == 1 and len(chunks) > 5
+    assert {c.object for c in chunks} == {"chat.completion.chunk"}
+
+
+def test_a_conversation_of_several_turns_reuses_what_it_had(served):
+    client = served.client
+    first = client.chat.completions.create(model="tiny", messages=HI, max_tokens=3)
+    turns = [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    second = client.chat.completions.create(model="tiny", messages=turns, max_tokens=1)
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens
+
+
+def test_stop_and_sampling(rows, served):
+    text = rows.trace["text"]
+    stop = text[-3:]
+    answer = served.client.chat.completions.create(model="tiny", messages=HI, stop=[stop, "never"])
+    assert answer.choices[0].message.content == text[: text.find(stop)] and answer.choices[0].finish_reason == "stop"
+    options = {"temperature": 1.7, "top_p": 0.9, "max_completion_tokens": 10}
+    drawn = [
+        served.client.chat.completions.create(model="tiny", messages=HI, seed=s, **options).choices[0].message.content
+        for s in (5, 5, -6)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_models_and_health(served):
+    (model,) = served.client.models.list().data
+    assert model.id == "tiny" and model.context_length == tinyrow.CAPACITY
+    assert served.client.models.retrieve("tiny").id == "tiny"
+    assert served.ask("GET", "/healthz")[::2] == (200, {"status": "ok", "model": "tiny", "busy": False, "waiting": 0})
+
+
+def test_the_client_sees_openai_s_errors(served):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 99}])
+    assert caught.value.code == "context_length_exceeded" and caught.value.type == "invalid_request_error"
+    assert "maximum context length is 48 tokens; the messages are 118 tokens" in str(caught.value)
+    with pytest.raises(openai.NotFoundError) as caught:
+        served.client.chat.completions.create(model="gpt-9", messages=HI)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.chat.completions.create(model="tiny", messages=HI, n=2)
+    assert caught.value.param == "n"
+    with pytest.raises(openai.NotFoundError):
+        served.client.embeddings.create(model="tiny", input="x")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (b"", None, "got no JSON"),
+        (b"{", None, "got no JSON"),
+        (b"\xff\xfe", None, "got no JSON"),
+        (b'{"messages": NaN}', None, "NaN is no JSON"),
+        (b"[" * 100_000, None, "nested too deeply"),
+        ([], None, "got a list, allowed: a JSON object"),
+        ({}, "messages", "at least one message"),
+        ({"messages": None}, "messages", "at least one message"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "Hi"}, "messages", 'got "Hi"'),
+        ({"messages": ["Hi"]}, "messages[0]", "got a text, allowed: an object"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "allowed: system, user, assistant"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "got null"),
+        ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "got null, allowed: a text"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "got 7"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "got []"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "type text"),
+        ({"messages": [{"role": "user", "content": "<|start|>"}]}, "messages", "special token '<|start|>'"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "messages", "surrogate"),
+        ({"messages": [{**HI[0], "tool_calls": [1]}]}, "messages[0]", "tool_calls: not supported"),
+        ({"messages": HI, "n": 2}, "n", "n: got 2, allowed: 1"),
+        ({"messages": HI, "n": True}, "n", "got true"),
+        ({"messages": HI, "tools": [{}]}, "tools", "allowed: []"),
+        ({"messages": HI, "logprobs": True}, "logprobs", "allowed: false"),
+        ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "allowed"),
+        ({"messages": HI, "frequency_penalty": 1}, "frequency_penalty", "got 1"),
+        ({"messages": HI, "beam_width": 4}, "beam_width", "does not know the field"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens", "got 0"),
+        ({"messages": HI, "max_tokens": 1.5}, "max_tokens", "got 1.5"),
+        ({"messages": HI, "max_tokens": "9"}, "max_tokens", 'got "9"'),
+        ({"messages": HI, "temperature": 2.1}, "temperature", "allowed: 0 to 2"),
+        ({"messages": HI, "temperature": "hot"}, "temperature", "allowed: 0 to 2"),
+        (b'{"messages": [{"role": "user", "content": "Hi"}], "temperature": 1e999}', "temperature", "0 to 2"),
+        ({"messages": HI, "top_p": -1}, "top_p", "got -1"),
+        ({"messages": HI, "seed": 1.5}, "seed", "got 1.5"),
+        ({"messages": HI, "stop": [""]}, "stop", "not empty"),
+        ({"messages": HI, "stop": list("abcde")}, "stop", "up to 4"),
+        ({"messages": HI, "stream": "yes"}, "stream", "allowed: true or false"),
+        ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "with stream"),
+        ({"messages": HI, "model": ["a"]}, "model", "allowed: tiny"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_400_in_openai_s_form(served, body, param, said):
+    status, headers, answer = served.ask(body=body, Content_Type="application/json")
+    error = answer["error"]
+    assert status == (404 if param == "model" else 400) and headers["Content-Type"] == "application/json"
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+    assert said in error["message"] and len(error["message"]) < 250
+    assert served.engine.steps == 0
+
+
+def test_what_asks_for_nothing_is_taken():
+    more = {
+        "n": 1, "user": "me", "tools": None, "logprobs": False, "presence_penalty": 0.0, "temperature": None,
+        "stop": None, "response_format": {"type": "text"}, "max_tokens": 10**40, "seed": -1, "metadata": {"a": "b"},
+    }  # fmt: skip
+    found = parse(json.dumps({"messages": HI, **more}).encode(), "tiny")
+    assert found.options.temperature == 0 and found.options.seed == 2**64 - 1 and found.messages == HI
+    with pytest.raises(Bad):
+        parse(json.dumps({"messages": HI, "presence_penalty": False}).encode(), "tiny")
+
+
+def test_a_body_that_is_too_large_is_413(served):
+    status, headers, answer = served.ask(body=b'"' + b"x" * (1 << 20) + b'"')
+    assert (status, headers["Connection"]) == (413, "close") and "allowed: 1048576" in answer["error"]["message"]
+    status, _, answer = served.ask(body=b"{}", Content_Length="9" * 5000)
+    assert status == 413
+
+
+def test_bodies_of_another_kind(served):
+    assert served.ask(body={"messages": HI}, Content_Type="text/plain")[0] == 415
+    assert served.ask(body=b"{}", Transfer_Encoding="chunked")[0] == 411
+    assert served.ask(body=b"{}", Content_Length="-1")[0] == 411
+    assert served.ask()[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", ROUTE, 404),
+        ("GET", "/v1/models/x", 404),
+        ("POST", "/v1/completions", 404),
+        ("PUT", ROUTE, 501),
+    ],
+)
+def test_other_routes(served, method, path, status):
+    found, _, answer = served.ask(method, path, body={})
+    assert found == status and answer["error"]["message"]
+
+
+def test_what_is_no_http(served):
+    for data in (b"\x16\x03\x01 hello\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /" + b"x" * 70_000):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+            connection.sendall(data)
+            answer = connection.recv(1 << 16)
+            assert b"Traceback" not in answer
+    assert served.ask("GET", "/healthz")[0] == 200
+    assert not [x for x in served.terminal.said if "Error" in x], served.terminal.said
+
+
+def test_another_page_s_name_for_this_machine_is_refused(served):
+    body = {"messages": HI, "max_tokens": 1}
+    assert served.ask(body=body, Host="evil.example")[0] == 403
+    assert served.ask("GET", "/v1/models", Host="evil.example:80")[0] == 403
+    for name in ("localhost", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:1"):
+        assert served.ask(body=body, Host=name)[0] == 200
+
+
+def test_several_requests_over_one_connection(rows, served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
+    for body in ({"messages": HI, "max_tokens": 12}, {}, {"messages": HI, "max_tokens": 12, "stream": True}) * 2:
+        connection.request("POST", ROUTE, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse().read()
+        assert answer
+    connection.close()
+    text = [json.loads(x[6:]) for x in answer.decode().split("\n\n") if x.startswith("data: {")]
+    assert "".join(x["choices"][0]["delta"].get("content", "") for x in text) == rows.trace["text"]
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_old_client_gets_a_stream_until_the_end(served):
+    data = json.dumps({"messages": HI, "max_tokens": 4, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        head = f"POST {ROUTE} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        answer = connection.makefile("rb").read()
+    assert answer.endswith(b"data: [DONE]\n\n") and b"chunked" not in answer
+
+
+# One context
+
+
+def test_requests_wait_in_order_and_too_many_are_429(rows, served):
+    served.engine.go.clear()
+    answers = {}
+
+    def ask(n):
+        answers[n] = served.ask(body={"messages": HI, "max_tokens": 12})
+
+    threads = []
+    for n in range(3):
+        threads.append(threading.Thread(target=ask, args=(n,)))
+        threads[-1].start()
+        wait_for(lambda n=n: served.service.queue.length == n + 1)
+    status, headers, answer = served.ask(body={"messages": HI})
+    assert status == 429 and answer["error"]["code"] == "rate_limit_exceeded" and int(headers["Retry-After"]) >= 1
+    health = served.ask("GET", "/healthz")
+    assert health[0] == 200 and (health[2]["busy"], health[2]["waiting"]) == (True, 2)
+    with pytest.raises(openai.RateLimitError):
+        served.client.chat.completions.create(model="tiny", messages=HI, stream=True)
+    served.engine.go.set()
+    for thread in threads:
+        thread.join()
+    assert [answers[n][0] for n in range(3)] == [200] * 3
+    assert {answers[n][2]["choices"][0]["message"]["content"] for n in range(3)} == {rows.trace["text"]}
+
+
+def test_openai_s_own_retry_gets_through(rows, served):
+    served.engine.seconds = 0.02
+    clients = [served.client.with_options(max_retries=5) for _ in range(6)]
+    found = []
+
+    def ask(client):
+        found.append(
+            client.chat.completions.create(model="tiny", messages=HI, max_tokens=12).choices[0].message.content
+        )
+
+    threads = [threading.Thread(target=ask, args=(x,)) for x in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [rows.trace["text"]] * 6
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_the_context(rows, served, stream):
+    served.engine.seconds = 0.05
+    connection = served.raw(stream=stream)
+    if stream:
+        assert b"data: " in connection.recv(4096) + connection.recv(4096)
+    else:
+        wait_for(lambda: served.engine.steps > 3)
+    connection.close()
+    served.idle()
+    assert served.engine.steps < tinyrow.CAPACITY
+    served.engine.seconds = 0
+    assert (
+        served.ask(body={"messages": HI, "max_tokens": 12})[2]["choices"][0]["message"]["content"] == rows.trace["text"]
+    )
+    assert "client gone" in served.terminal.said[0]
+
+
+def test_a_client_that_hangs_up_while_it_waits_frees_its_place(served):
+    served.engine.go.clear()
+    first = served.raw()
+    wait_for(lambda: served.service.queue.length == 1)
+    second = served.raw()
+    wait_for(lambda: served.service.queue.length == 2)
+    second.close()
+    wait_for(lambda: served.service.queue.length == 1)
+    first.close()
+    served.engine.go.set()
+    served.idle()
+
+
+def test_a_client_that_does_not_read_is_let_go(served, monkeypatch):
+    monkeypatch.setattr(serve.Handler, "timeout", 0.5)
+    monkeypatch.setattr(serve.chat, "chunk", lambda head, delta, finish=None: {"filled": "x" * 500_000})
+    connection = served.raw(stream=True)
+    wait_for(lambda: served.service.queue.length == 1)
+    served.idle()
+    connection.close()
+
+
+def test_a_client_that_stops_in_the_middle_of_its_body_is_let_go(served, monkeypatch):
+    monkeypatch.setattr(serve.Handler, "timeout", 0.3)
+    head = f"POST {ROUTE} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(head.encode() + b"{")
+        assert connection.recv(100) == b""
+    assert served.service.queue.length == 0
+
+
+def test_too_many_connections_are_sent_away(served):
+    opened = [socket.create_connection(("127.0.0.1", served.port), timeout=10) for _ in range(2 + serve._SPARE)]
+    wait_for(lambda: served.server.room._value == 0)
+    assert served.ask("GET", "/healthz")[0] == 503
+    for connection in opened:
+        connection.close()
+    wait_for(lambda: served.server.room._value == 2 + serve._SPARE)
+    assert served.ask("GET", "/healthz")[0] == 200
+
+
+def test_a_failing_engine_is_500_and_said_by_the_health_check(rows, served):
+    served.engine.fails = True
+    with pytest.raises(openai.InternalServerError, match="the model failed: the NPU is gone"):
+        served.client.chat.completions.create(model="tiny", messages=HI)
+    status, _, answer = served.ask("GET", "/healthz")
+    assert status == 503 and answer["reason"] == "the NPU is gone" and not answer["busy"]
+    served.engine.fails = False
+    answer = served.ask(body={"messages": HI, "max_tokens": 12})[2]
+    assert answer["choices"][0]["message"]["content"] == rows.trace["text"]
+    assert served.ask("GET", "/healthz")[0] == 200
+
+
+def test_an_engine_that_fails_in_a_stream_ends_it_with_the_error(served):
+    served.engine.fails_after = 30  # the prompt has 21 tokens, and the first ones of the answer have no text
+    with pytest.raises(openai.APIError, match="the NPU is gone"):
+        list(served.client.chat.completions.create(model="tiny", messages=HI, stream=True))
+    assert served.engine.steps == 31
+    served.engine.steps = 0
+    with served.raw(stream=True) as connection:
+        answer = connection.makefile("rb").read()  # the server closes
+    assert b"the NPU is gone" in answer and b"[DONE]" not in answer
+
+
+def test_a_step_that_hangs_is_said_by_the_health_check(served, monkeypatch):
+    monkeypatch.setattr("kvgate.board.service._STUCK", 0.1)
+    served.engine.go.clear()
+    connection = served.raw()
+    wait_for(lambda: served.service.context.stepping)
+    time.sleep(0.2)
+    status, _, answer = served.ask("GET", "/healthz")
+    assert status == 503 and answer["reason"].startswith("a step has been running for")
+    served.engine.go.set()
+    connection.close()
+
+
+# The program
+
+
+def start(bundle: Path, *words: str) -> tuple[subprocess.Popen, str, int]:
+    command = [sys.executable, "-I", str(bundle / "serve.py"), "--port", "0", *words]
+    process = subprocess.Popen(command, cwd="/", env=tinyrow.bare(), stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    return process, line, int(line.split("/v1")[0].rpartition(":")[2])
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_it_starts_says_where_and_ends_cleanly(rows, bundle, how):
+    process, line, port = start(bundle)
+    try:
+        assert line == f"serving tiny on http://127.0.0.1:{port}/v1 (context 48 tokens); ctrl-C ends it\n"
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12)
+        assert answer.choices[0].message.content == rows.trace["text"]
+        process.send_signal(how)
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    lines = sorted(said.splitlines())
+    assert lines[0].startswith(f"127.0.0.1 POST {ROUTE}: 21 + 12 tokens, ") and lines[1:] == ["stopping"], said
+
+
+def test_a_client_cannot_write_on_the_terminal(bundle):
+    process, _, port = start(bundle)
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(b"POST /\x1b[31m HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+        assert b"404" in connection.recv(4096)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=20)[1]
+    assert "POST /?[31m" in said and "\x1b" not in said
+
+
+def test_an_answer_that_is_cut_by_the_end_says_so(bundle):
+    served = Served(bundle)
+    try:
+        served.engine.seconds = 0.02
+        connection = served.raw(stream=True)
+        assert b"data: " in connection.recv(4096) + connection.recv(4096)
+        served.service.stopping.set()
+        rest = connection.makefile("rb").read()
+        assert b"the server is stopping" in rest and b"[DONE]" not in rest
+        assert served.ask(body={"messages": HI})[0] == 503
+    finally:
+        served.close()
+
+
+def test_a_port_that_is_taken_is_one_line(bundle):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ran = tinyrow.generate(bundle, "--port", str(port), program="serve.py")
+    assert (ran.returncode, ran.stderr) == (1, f"serve: 127.0.0.1:{port}: Address already in use\n")
+
+
+def test_ipv6(bundle):
+    process, line, port = start(bundle, "--host", "::1")
+    try:
+        assert f"http://[::1]:{port}/v1" in line
+        connection = http.client.HTTPConnection("::1", port, timeout=10)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 0

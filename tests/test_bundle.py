@@ -1,0 +1,297 @@
+"""Bundles: what is in one, that it is whole and the same each time, and that it runs away from here."""
+
+import ast
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinyrow
+from kvgate import bundle, record
+from kvgate.bundle import half
+from tinyrow import CHIP, HOST, generate
+
+COMMON = {
+    "README.md", "SHA256SUMS", "bundle.json", "chat_template.jinja", "generate.py", "generation_config.json",
+    "graph_contract.json", "host.npz", "kvgate", "requirements.txt", "serve.py", "tokenizer.json",
+    "tokenizer_config.json", "verdict.json",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return tinyrow.Rows(tmp_path_factory.mktemp("bundle"))
+
+
+@pytest.fixture
+def chip(rows):
+    return rows.bundle(CHIP)
+
+
+@pytest.fixture
+def host(rows):
+    return rows.bundle(HOST)
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    files = (x for x in folder.rglob("*") if x.is_file() and x.suffix != ".pyc")
+    return {str(x.relative_to(folder)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
+
+
+def inodes(folder: Path) -> dict[Path, int]:
+    return {x: x.stat().st_ino for x in folder.rglob("*")}
+
+
+def test_a_chip_s_bundle(rows, chip):
+    assert {x.name for x in chip.iterdir()} == COMMON | {"model.rknn", "contract.json"}
+    assert (chip / "model.rknn").stat().st_nlink == 2
+    facts = json.loads((chip / "bundle.json").read_text())
+    assert (facts["engine"], facts["platform"], facts["custom_string"]) == ("lite", "rk3576", "x")
+    assert facts["end_ids"] == [257] and facts["mask"] == -1e4
+    text = (chip / "requirements.txt").read_text()
+    assert 'rknn-toolkit-lite2==2.5.0; platform_machine == "aarch64"' in text
+    text = (chip / "README.md").read_text()
+    for part in ("**pass** in the toolkit's simulator", "36.4", "270.0", "1/1", "F1 a risk", "context, tokens | 48"):
+        assert part in text, part
+    assert f"results/{rows.graph.relative_to(rows.results)}" in text
+    assert str(rows.results) not in text
+
+
+def test_a_bundle_of_onnxruntime(host):
+    assert {x.name for x in host.iterdir()} == COMMON | {"model.onnx", "weights.bin"}
+    assert "which is no board" in (host / "README.md").read_text()
+    assert "rknn" not in (host / "requirements.txt").read_text()
+
+
+def test_the_checksums_are_of_every_file(chip):
+    checked = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=chip, capture_output=True, text=True)
+    assert checked.returncode == 0, checked
+    assert len(checked.stdout.splitlines()) == len(bytes_of(chip)) - 1
+
+
+def test_a_second_time_nothing_is_touched_also_after_a_run(rows, host):
+    before = inodes(host)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(host / "kvgate")], check=True)
+    rows.bundle(HOST)
+    assert before.items() <= inodes(host).items()
+
+
+def test_equal_rows_give_equal_bytes(rows, host):
+    kept = bytes_of(host)
+    shutil.rmtree(rows.results / "bundles")
+    assert bytes_of(rows.bundle(HOST)) == kept
+
+
+@pytest.mark.parametrize("name", ["README.md", "host.npz", "tokenizer.json", "bundle.json", "kvgate/contract.py"])
+def test_what_was_changed_is_made_again(rows, name):
+    folder = rows.bundle(HOST)
+    kept = bytes_of(folder)
+    (folder / name).unlink()
+    if name != "README.md":
+        (folder / name).write_bytes(b"{}")
+    (folder / "more.txt").touch()
+    assert bytes_of(rows.bundle(HOST)) == kept
+
+
+def test_a_killed_job_s_leftovers_go(rows, host):
+    for name in (".onnxruntime.part", ".onnxruntime.old", "gone"):
+        (host.parent / name / "kvgate").mkdir(parents=True)
+        (host.parent / name / "kvgate/x.py").touch()
+    rows.bundle(HOST)
+    assert [x.name for x in host.parent.iterdir()] == ["onnxruntime"]
+
+
+def test_a_row_that_no_longer_passes_loses_its_bundle(rows):
+    verdicts = [rows.judged(HOST), rows.judged(CHIP)]
+    body = rows.tabulated(*verdicts, sweep="two")
+    assert len(body["bundles"]) == 2
+    # The tables are the same graph's: on disk once.
+    one, two = (rows.results / x / "host.npz" for x in body["bundles"])
+    assert one.samefile(two)
+    record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "fail"})
+    left = rows.tabulated(*verdicts, sweep="two")["bundles"]
+    assert left == [x for x in body["bundles"] if "/host/" in x]
+    assert [
+        str(x.parent.relative_to(rows.results)) for x in (rows.results / "bundles/two").rglob("bundle.json")
+    ] == left
+
+
+def test_a_file_that_is_gone_is_an_error_and_leaves_no_half_bundle(rows):
+    verdict = rows.judged(CHIP)
+    rows.job("build", {}, [], **CHIP).folder.joinpath("model.rknn").unlink()
+    with pytest.raises(FileNotFoundError):
+        rows.tabulated(verdict, sweep="three")
+    assert not [x for x in (rows.results / "bundles/three").rglob("*") if x.is_file()]
+
+
+def test_what_runs_on_a_board_is_python_3_9_and_needs_numpy_alone(chip):
+    allowed = {"kvgate", "numpy", "rknnlite", "onnxruntime", "tokenizers", "jinja2"} | sys.stdlib_module_names
+    for path in chip.rglob("*.py"):
+        tree = ast.parse(path.read_text(), feature_version=(3, 9))
+        for node in ast.walk(tree):
+            names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert {x.split(".")[0] for x in names} <= allowed, path
+            assert not isinstance(node, ast.Match), path
+
+
+def test_tables_in_float16(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "embedding": rng.normal(size=(50, 8)).astype(np.float32),
+        "turn.0": np.eye(8, dtype=np.float32)[::-1].copy(),
+        "ids": np.arange(70_000, dtype=np.int64),
+        "large": np.float32([1, 1e6]),
+        "tiny": rng.normal(size=9).astype(np.float32) * np.float32(1e-7),
+        "zero": np.zeros(3, np.float32),
+    }
+    np.savez(tmp_path / "host.npz", **arrays)
+    data = half(tmp_path / "host.npz")
+    assert data == half(tmp_path / "host.npz")
+    (tmp_path / "half.npz").write_bytes(data)
+    with np.load(tmp_path / "half.npz") as file:
+        found = dict(file)
+    kinds = {name: str(array.dtype) for name, array in found.items()}
+    assert kinds == {
+        "embedding": "float16", "turn.0": "float16", "ids": "int64", "large": "float32", "tiny": "float32",
+        "zero": "float16",
+    }  # fmt: skip
+    for name in ("turn.0", "ids", "large", "tiny", "zero"):
+        assert np.array_equal(found[name], arrays[name])
+    assert np.abs(found["embedding"] - arrays["embedding"]).max() < 2e-3
+
+
+def test_the_reference_s_tokenizer_is_taken_not_its_file(rows, monkeypatch):
+    """Where transformers makes another tokenizer of the checkpoint's files, the traces are of that one."""
+    folder = rows.job("fetch", {}, []).folder
+    assert (rows.bundle(HOST) / "tokenizer.json").samefile(folder / "tokenizer.json")
+    real = bundle.tokenizer(folder)
+    other = real | {"tokenizer.json": real["tokenizer.json"].replace("<|unknown|>", "<|other|>")}
+    monkeypatch.setattr(bundle, "tokenizer", lambda checkpoint: other)
+    shutil.rmtree(rows.results / "bundles")
+    assert (rows.bundle(HOST) / "tokenizer.json").read_text() == other["tokenizer.json"]
+    shutil.rmtree(rows.results / "bundles")
+
+
+def test_it_generates_the_reference_s_tokens_away_from_here(rows, host, tmp_path):
+    moved = tmp_path / "a folder" / "moved"
+    shutil.copytree(host, moved)
+    ids = ",".join(map(str, rows.prompt))
+    ran = generate(moved, "--ids", ids, "--max-tokens", str(len(rows.generated)))
+    assert ran.returncode == 0, ran.stderr
+    assert [int(x) for x in ran.stdout.split()] == rows.generated
+    assert ran.stderr.startswith(f"{len(rows.prompt)} + {len(rows.generated)} tokens (length): the first after")
+    assert bytes_of(moved) == bytes_of(host)  # nothing was written into it
+    lines = "import sys\nfor x in sys.modules.values():\n    print(getattr(x, '__file__', None), file=sys.stderr)\n"
+    program = (moved / "generate.py").read_text().replace("sys.exit(", lines + "sys.exit(")
+    (moved / "spy.py").write_text(program)
+    spied = generate(moved, "--ids", ids, "--max-tokens", "1", program="spy.py").stderr
+    assert f"{moved}/kvgate/board/generate.py" in spied and f"{Path(bundle.__file__).parent}/" not in spied
+
+
+def test_a_chip_s_bundle_on_a_pc(rows, chip):
+    words = ("--backend", "onnxruntime", "--graph", str(rows.graph), "--max-tokens", "12")
+    ran = generate(chip, "Hi", *words)
+    assert (ran.returncode, ran.stdout) == (0, rows.trace["text"] + "\n"), ran.stderr
+    assert generate(chip, "-", *words, input="Hi\n\n").stdout == ran.stdout
+
+
+LITE = """
+import os, sys
+import numpy, onnxruntime
+
+class RKNNLite:
+    \"\"\"A stand-in for the vendor's class: the graph in ONNX Runtime.\"\"\"
+
+    def __init__(self, verbose=False):
+        self.fails = int(os.environ.get("FAILS", "-1"))
+
+    def load_rknn(self, path):
+        assert path.endswith("model.rknn")
+        return 0
+
+    def init_runtime(self, core_mask=0):
+        print("W RKNN: on stdout")
+        if os.environ.get("REFUSES"):
+            print("E RKNN: RKNN init failed. error code: RKNN_ERR_DEVICE_UNAVAILABLE", file=sys.stderr)
+            return -1
+        self.session = onnxruntime.InferenceSession(os.environ["GRAPH"])
+        return 0
+
+    def get_sdk_version(self):
+        return "  API: 2.5.0 (x)\\n  DRV: rknn_server: 2.5.0 driver: 0.9.8"
+
+    def inference(self, inputs, data_format=None):
+        names = [x.name for x in self.session.get_inputs()]
+        assert set(data_format) == {"nchw"}
+        self.fails -= 1
+        if self.fails == 0:
+            os.write(2, b"E RKNN: [12:00:00.000] failed to submit!, op id: 1\\n")
+        return self.session.run(None, dict(zip(names, inputs)))
+
+    def release(self):
+        pass
+"""
+
+
+@pytest.fixture
+def board(chip, tmp_path):
+    """The chip's bundle where a stand-in for rknnlite is installed."""
+    shutil.copytree(chip, tmp_path / "board")
+    (tmp_path / "board/rknnlite").mkdir()
+    (tmp_path / "board/rknnlite/__init__.py").touch()
+    (tmp_path / "board/rknnlite/api.py").write_text(LITE)
+    return tmp_path / "board"
+
+
+def test_the_vendor_s_package_is_driven_as_the_agent_drives_it(rows, board, monkeypatch):
+    graph = {"GRAPH": str(rows.graph / "model.onnx")}
+    monkeypatch.setattr(tinyrow, "bare", lambda bare=tinyrow.bare: bare() | graph)
+    ran = generate(board, "Hi", "--max-tokens", "12")
+    assert (ran.returncode, ran.stdout) == (0, rows.trace["text"] + "\n"), ran.stderr
+    assert ran.stderr.count("\n") == 1
+    shown = generate(board, "Hi", "--max-tokens", "12", "--show-runtime")
+    assert "W RKNN: on stdout" in shown.stderr and shown.stdout == ran.stdout
+    graph["FAILS"] = "25"
+    ran = generate(board, "Hi")
+    assert ran.returncode == 1
+    assert ran.stderr == "generate: the runtime said: E RKNN: [12:00:00.000] failed to submit!, op id: 1\n"
+    graph["REFUSES"] = "1"
+    ran = generate(board, "Hi")
+    assert ran.returncode == 1 and "RKNN_ERR_DEVICE_UNAVAILABLE" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "rknn-toolkit-lite2: No module named 'rknnlite'"),
+        (("--backend", "onnxruntime"), "got no model.onnx in"),
+        (("--graph", "/nowhere"), "--graph: got /nowhere, allowed: with --backend onnxruntime only"),
+        (("--bundle", "/nowhere"), "/nowhere/bundle.json: No such file"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(chip, words, line):
+    ran = generate(chip, "Hi", *words)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert ran.stderr.startswith("generate: ") and line in ran.stderr
+
+
+def test_a_graph_of_another_bundle_is_refused(rows, chip, tmp_path):
+    shutil.copytree(rows.graph, tmp_path / "graph")
+    contract = json.loads((rows.graph / "contract.json").read_text())
+    (tmp_path / "graph/contract.json").write_text(json.dumps(contract | {"vocabulary": 7}))
+    ran = generate(chip, "Hi", "--backend", "onnxruntime", "--graph", str(tmp_path / "graph"))
+    assert ran.returncode == 1 and "is the contract of another graph" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["host.npz", "kvgate/contract.py", "graph_contract.json"])
+def test_a_bundle_that_was_cut_short_is_refused(host, tmp_path, name):
+    shutil.copytree(host, tmp_path / "b")
+    path = tmp_path / "b" / name
+    path.write_bytes(path.read_bytes()[:-1] + (b"" if name != "kvgate/contract.py" else b"\n\n"))
+    ran = generate(tmp_path / "b", "Hi")
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1, ran.stderr

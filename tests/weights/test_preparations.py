@@ -1,0 +1,124 @@
+"""Every preparation keeps the fp32 function, exported by the real stages and run in ONNX Runtime."""
+
+from importlib import import_module
+from pathlib import Path
+
+import families
+import graphs
+import numpy as np
+import pytest
+from kvgate import metrics, record, sweep
+from kvgate.job import Job
+from kvgate.observe import observe
+from kvgate.stages import export, prepare
+from kvgate.weights import fold, rotate
+
+# Not gptq: it moves weights on purpose. plain has nothing to keep.
+ANY = ("vrot", "krot", "qkv", "split2")
+RECIPE = ("llama", "llama_g8", "qwen3", "olmo2", "gemma3_text", "phi", "gpt_neox", "glm4", "exaone4", "cohere")
+TOKENS = 12
+
+
+class Prepared:
+    """A model with a preparation, by the real stages; `texts` are its calibration texts."""
+
+    def __init__(
+        self, root: Path, family: str, *steps: str, module: str = "cpu_managed", form: str = "recipe", **options: int
+    ) -> None:
+        self.root, self.family = root, family
+        self.model = graphs.Model.of(root, family)
+        self.trace = self.model.text(TOKENS)
+        text = self.job("trace", {"program": "c"}, {}, {}).record
+        self.trace.save(str(text.with_name("trace.npz")))
+        record.write(text, {"status": "ok"})
+        entry = {"steps": [{"name": name, "options": options} for name in steps]}
+        inputs = {"fetch": self.model.checkpoint / "manifest.json", "calibration.c": text}
+        made = self.job("prepare", {"form": form}, {"weights": entry}, inputs)
+        self.body = prepare.run(made) | {"status": "ok"}
+        record.write(made.record, self.body)
+        strategy = {"module": module, "capacity": TOKENS, "form": "recipe"}
+        strategy |= {"layout": "channels", "rank": 4, "packing": "apart"}
+        inputs = {"fetch": inputs["fetch"], "prepare": made.record}
+        exported = self.job("export", {"strategy": "s"}, {"strategy": strategy}, inputs)
+        record.write(exported.record, export.run(exported) | {"status": "ok"})
+        self.graph = graphs.Graph(exported.folder)
+        half = import_module(f"kvgate.strategies.{module}.host")
+        self.host = half.Host(self.graph.contract, self.graph.tables, -1e4)
+
+    def job(self, stage: str, names: dict, config: dict, inputs: dict) -> Job:
+        names = {"model": self.family, "weights": "w", "part": "decode", **names}
+        made = Job(stage, names, config, inputs, self.root)
+        made.folder.mkdir(parents=True, exist_ok=True)
+        return made
+
+    def error(self) -> float:
+        """The worst L2 of logits and every K and V, isolated (filled from the trace) and with the own cache."""
+        seen = observe(self.graph.engine, self.host, self.trace, ["isolated", "forced"], 5)
+        errors = []
+        for history in ("isolated", "forced"):
+            at = seen[f"{history}/positions"]
+            errors.append(metrics.l2(seen[f"{history}/logits"], self.trace.logits[at]))
+            for i, (key, value) in enumerate(zip(self.trace.keys, self.trace.values, strict=True)):
+                errors.append(metrics.l2(seen[f"{history}/key.{i}"], key[at]))
+                errors.append(metrics.l2(seen[f"{history}/value.{i}"], value[at]))
+        return max(errors)
+
+
+def named(known: tuple[str, ...]) -> list[str]:
+    return [name for name, f in families.FAMILIES.items() if f.model_type in known]
+
+
+CASES = [
+    *(("fold", family) for family in named(fold.FAMILIES)),
+    *(("rotate", family) for family in named(rotate.FAMILIES)),
+    *((name, family) for name in ANY for family in RECIPE),
+]
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_the_function_is_kept(tmp_path, name, family):
+    made = Prepared(tmp_path, family, name)
+    assert made.body["form"] == "recipe"
+    assert made.error() < 1e-5
+
+
+@pytest.mark.parametrize("module", graphs.STRATEGIES)
+def test_all_together_in_every_strategy(tmp_path, module):
+    made = Prepared(tmp_path, "llama", "rotate", "vrot", "krot", "qkv", "split2", module=module)
+    assert made.error() < 1e-5
+    assert set(made.body["sums"].values()) == {2}
+
+
+def test_the_cache_really_is_in_another_basis(tmp_path):
+    made = Prepared(tmp_path, "llama", "vrot", "krot", "qkv")
+    made.host.fill(made.trace.tokens.tolist(), made.trace.keys, made.trace.values, TOKENS)
+    for i, (key, value) in enumerate(made.host.views):
+        assert metrics.l2(key, made.trace.keys[i]) > 0.1
+        assert metrics.l2(value, made.trace.values[i]) > 0.1
+
+
+def test_a_wrong_inverse_is_seen(tmp_path):
+    made = Prepared(tmp_path, "llama", "vrot")
+    made.host.tables = dict(made.host.tables) | {"inverse.value.1": np.eye(16, dtype=np.float32)[None].repeat(2, 0)}
+    assert made.error() > 0.1
+
+
+def test_a_family_that_it_does_not_know_is_blocked(tmp_path):
+    with pytest.raises(record.Blocked, match="preparation rotate: got a gemma2, known: llama, "):
+        Prepared(tmp_path, "gemma2", "rotate")
+
+
+def test_a_group_that_does_not_divide_is_blocked(tmp_path):
+    with pytest.raises(
+        record.Blocked, match=r"preparation split2: .*: group: got 7, allowed: a divisor of the matrix's"
+    ):
+        Prepared(tmp_path, "llama", "split2", group=7)
+
+
+def test_a_plain_form_is_no_ground_for_a_basis(tmp_path):
+    with pytest.raises(record.Blocked, match="preparation vrot: needs the recipe, got the plain form: "):
+        Prepared(tmp_path, "llama", "vrot", form="plain")
+
+
+def test_every_preparation_is_tested():
+    assert {*ANY, "fold", "rotate", "gptq", "plain"} == set(sweep.modules("weights"))

@@ -1,0 +1,186 @@
+"""A bundle's folder, opened: what it says of itself, its engine, its context, its tokenizer; and the common options.
+
+Python 3.9, numpy only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvgate.board import environment
+from kvgate.board.context import Context
+from kvgate.board.engine import EngineError
+from kvgate.board.terminal import Terminal
+from kvgate.board.text import Text
+from kvgate.contract import Contract
+from kvgate.strategies.host import Host
+
+FACTS, CONTRACT, TABLES = "bundle.json", "graph_contract.json", "host.npz"
+VERSION = 1
+CORE_MASKS = {"auto": 0, "0": 1, "1": 2, "2": 4, "0_1": 3, "0_1_2": 7, "all": 0xFFFF}
+
+
+class Refused(Exception):
+    """A bundle that cannot be opened here. One line: what was got, what is allowed."""
+
+
+class Bundle:
+    def __init__(self, folder: Path) -> None:
+        """Raises Refused where a file is missing, cut short or of another version."""
+        self.folder = folder
+        try:
+            self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            self.contract = Contract.from_json((folder / CONTRACT).read_text(encoding="utf-8"))
+            if self.facts["version"] != VERSION:
+                raise ValueError("got version {!r}, known: {}".format(self.facts["version"], VERSION))
+        except OSError as error:
+            raise Refused("{}: {}".format(error.filename, error.strerror)) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refused("{}: no bundle of this version: {}".format(folder, error)) from None
+        if self.contract.digest != self.facts["contract_digest"]:
+            raise Refused("{}: is not the contract that {} names".format(CONTRACT, FACTS))
+        for name, size in self.facts["sizes"].items():
+            path = folder / name
+            got = path.stat().st_size if path.is_file() else None
+            if got != size and not (got is None and name == self.facts["artifact"]):  # a PC may do without it
+                raise Refused(
+                    "{}: got {}, allowed: {} bytes (sha256sum -c SHA256SUMS)".format(
+                        path, "no file" if got is None else "{} bytes".format(got), size
+                    )
+                )
+
+    @property
+    def name(self) -> str:
+        return str(self.facts["row"]["model"])
+
+    def text(self) -> Text:
+        """Raises text.Unavailable."""
+        return Text(self.folder, self.facts["special"])
+
+    def context(self, engine: str, graph: Path | None, core_mask: str, terminal: Terminal) -> Context:
+        """Load the artifact, or with engine `onnxruntime` the graph in the folder `graph`; says what was found.
+
+        Raises Refused, EngineError.
+        """
+        place = self._place(engine, graph)
+        module = environment.ENGINES[engine]
+        if util.find_spec(module) is None:
+            raise Refused("backend: got {}, this bundle has: {}".format(engine, ", ".join(engines())))
+        job = {
+            **{name: self.facts[name] for name in ("platform", "custom_string", "contract_digest", "mask")},
+            "engine": engine,
+            "core_mask": CORE_MASKS[core_mask],
+            "perf": False,
+        }
+        made = importlib.import_module(module).Engine(job, place, self.contract)
+        opened = made.open(lambda phase: None)
+        lines = ["{}: {}".format(x["kind"], x["text"]) for x in opened["findings"]] + terminal.errors()
+        if engine != "onnxruntime":
+            lines.append(
+                environment.versions_differ(opened["versions"].get("runtime"), self.facts["toolkit"], "built by")
+            )
+        for line in filter(None, lines):
+            terminal.say(line)
+        try:
+            return Context(made, self._host(made), self.facts["end_ids"], terminal.heed)
+        except BaseException:
+            made.close()
+            raise
+
+    def _host(self, engine: Any) -> Host:
+        """The strategy's host half, over the engine's own memory where the engine offers it."""
+        half = importlib.import_module("kvgate.strategies.{}.host".format(self.contract.strategy)).Host
+        make = getattr(engine, "host", None)
+        with np.load(self.folder / TABLES) as file:
+            tables, mask = dict(file), float(self.facts["mask"])
+        host: Host = half(self.contract, tables, mask) if make is None else make(half, tables, mask)
+        if hasattr(host, "observes"):  # nobody looks at what the graph gives back beside the new slot
+            host.observes = False
+        return host
+
+    def _place(self, engine: str, graph: Path | None) -> Path:
+        """The folder with what the engine loads. Raises Refused where it is not this bundle's."""
+        if engine == "onnxruntime":
+            place = graph or self.folder
+            if not (place / "model.onnx").is_file():
+                raise Refused(
+                    "backend onnxruntime: got no model.onnx in {}, allowed: --graph FOLDER, the graph's folder".format(
+                        place
+                    )
+                )
+            beside = place / "contract.json"
+            if graph and beside.is_file() and _digest(beside) != self.contract.digest:
+                raise Refused("{}: is the contract of another graph".format(beside))
+            return place
+        if graph:
+            raise Refused("--graph: got {}, allowed: with --backend onnxruntime only".format(graph))
+        if self.facts["artifact"] != "model.rknn" or not (self.folder / "model.rknn").is_file():
+            raise Refused("backend {}: got no model.rknn in {}, allowed: onnxruntime".format(engine, self.folder))
+        compatible = environment.record()["compatible"]
+        wanted = "rockchip,{}".format(self.facts["platform"])
+        if compatible and wanted not in compatible:
+            raise Refused("platform: got {}, allowed: {}".format(" ".join(filter(None, compatible)), wanted))
+        return self.folder
+
+
+def engines() -> list[str]:
+    """The engines whose code is here."""
+    return [name for name, module in environment.ENGINES.items() if util.find_spec(module) is not None]
+
+
+def options(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """The options that say what is opened, and on what."""
+    parser.add_argument(
+        "--bundle", type=Path, default=folder, metavar="FOLDER", help="the bundle (default: this program's folder)"
+    )
+    parser.add_argument(
+        "--backend", choices=engines(), help="lite: rknnlite; native: librknnrt.so itself; onnxruntime: no NPU, any PC"
+    )
+    parser.add_argument(
+        "--graph", type=Path, metavar="FOLDER", help="with --backend onnxruntime: the folder that has model.onnx"
+    )
+    parser.add_argument("--core-mask", choices=list(CORE_MASKS), default="auto", help="NPU cores (default: auto)")
+    parser.add_argument(
+        "--show-runtime", action="store_true", help="let the runtime print; failures that it only prints go unseen then"
+    )
+
+
+def number(kind: type, low: float, high: float | None = None) -> Callable[[str], Any]:
+    """An argparse type: a number from `low` to `high`."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+            if value >= low and (high is None or value <= high):
+                return value
+        except ValueError:
+            pass
+        limits = "{} or more".format(low) if high is None else "{} to {}".format(low, high)
+        raise argparse.ArgumentTypeError("got {!r}, allowed: {}".format(text, limits))
+
+    return read
+
+
+def open_context(args: argparse.Namespace, bundle: Bundle, terminal: Terminal) -> Context:
+    """As the command line asks. Raises Refused, EngineError."""
+    return bundle.context(args.backend or bundle.facts["engine"], args.graph, args.core_mask, terminal)
+
+
+def one_line(error: Exception) -> str:
+    text = error.text if isinstance(error, EngineError) else str(error)
+    return " ".join(text.split())
+
+
+def _digest(path: Path) -> str:
+    try:
+        return Contract.from_json(path.read_text(encoding="utf-8")).digest
+    except (ValueError, KeyError, TypeError):
+        return ""

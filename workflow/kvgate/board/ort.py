@@ -1,0 +1,45 @@
+"""The graph (not an artifact) in ONNX Runtime on the far machine, as an engine of the agent: proves all but the NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvgate.board.engine import EngineError, checked, returned
+from kvgate.contract import Contract
+
+
+class Engine:
+    """One thread, so that equal graphs give equal numbers."""
+
+    def __init__(self, job: Mapping[str, Any], folder: Path, contract: Contract) -> None:
+        self.graph, self.contract = folder / "model.onnx", contract
+        self.session: Any = None
+
+    def open(self, say: Callable[[str], None]) -> dict[str, Any]:
+        say("load")
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise EngineError("engine_missing", "onnxruntime: {}".format(error)) from None
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        say("init")
+        try:
+            self.session = onnxruntime.InferenceSession(str(self.graph), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise EngineError("contract", "onnxruntime: {}".format(str(error).splitlines()[0])) from None
+        return {"versions": {"onnxruntime": onnxruntime.__version__}, "core_mask": None, "findings": []}
+
+    def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        arrays = checked(feeds, self.contract.inputs)
+        named = {t.name: array for t, array in zip(self.contract.inputs, arrays)}
+        names = [t.name for t in self.contract.outputs]
+        return returned(self.session.run(names, named), self.contract.outputs)
+
+    def close(self) -> None:
+        self.session = None

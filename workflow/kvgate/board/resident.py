@@ -1,0 +1,67 @@
+"""A host half whose cache buffers are the runtime's own memory. numpy only, Python 3.9."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvgate.contract import Contract
+from kvgate.strategies import host
+
+Slots = list  # per layer K and V as [S, Hk, D]
+
+
+class Resident(host.Host):
+    """Goes before a strategy's host half: its buffers are the memory of `engine` (native.Engine)."""
+
+    engine: Any
+    observes = True  # False: `Step.disturbed` stays 0, and a swapped cache is not read at all
+
+    def __init__(self, contract: Contract, tables: Mapping[str, np.ndarray], mask_value: float) -> None:
+        super().__init__(contract, tables, mask_value)
+        self._use(*self._memory())
+        self._other: Any = None  # buffers and views after a swap, where they are known
+
+    def _memory(self) -> tuple[dict[str, np.ndarray], Slots]:
+        """Buffers and views over the memory that the engine's next step reads."""
+        plain = {t.name for t in self.contract.cache_inputs() if self.engine.boundaries[t.name].plain}
+        buffers = {name: self.engine.views[name] if name in plain else x for name, x in self.buffers.items()}
+        return buffers, self._views(self.contract.cache_inputs(), buffers)
+
+    def _use(self, buffers: dict[str, np.ndarray], views: Slots) -> None:
+        self.buffers, self.views = buffers, views
+
+    def _swap(self) -> None:
+        """There are two sides: each is made once."""
+        self.engine.swap()
+        other, self._other = self._other, (self.buffers, self.views)
+        self._use(*(other or self._memory()))
+
+    def take_cache(self, outputs: Mapping[str, np.ndarray], views: Slots) -> tuple[Slots, float]:
+        if not self.engine.swaps:
+            return super().take_cache(outputs, views)
+        count = len(self.views[0][0])
+        grown = len(views[0][0]) > count  # the last slot is this step's, else it lies at its own place
+        new = count if grown else self.length
+        taken = [(np.array(k[new], np.float32), np.array(v[new], np.float32)) for k, v in views]
+        disturbed = self._disturbed(views, taken, count, grown) if self.observes else 0.0
+        self._swap()
+        if grown:
+            self._write(taken)
+        return taken, disturbed
+
+    def _disturbed(self, views: Slots, taken: Slots, count: int, grown: bool) -> float:
+        if not grown:
+            self._write(taken)  # into what was fed, which the next step overwrites
+        returned = [(_float(k[:count]), _float(v[:count])) for k, v in views]
+        return host.relative_change(returned, [(_float(k), _float(v)) for k, v in self.views])
+
+    def _write(self, taken: Slots) -> None:
+        for (key, value), (k, v) in zip(self.views, taken):
+            key[self.length], value[self.length] = k, v
+
+
+def _float(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32)

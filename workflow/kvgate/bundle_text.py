@@ -1,0 +1,106 @@
+"""What a bundle says of itself in words: its README, its requirements, and the programs in its folder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvgate import sweep, table
+from kvgate.columns import TIMES
+
+_ENTRY = """\
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER))
+sys.dont_write_bytecode = True  # the folder stays what SHA256SUMS says
+from kvgate.board.{program} import main  # noqa: E402
+
+sys.exit(main(sys.argv[1:], FOLDER))
+"""
+_FIGURES = {
+    "kv_l2_worst": "K and V off by at most",
+    "kv_l2_median": "K and V, median",
+    "logits_l2_worst": "logits off by at most",
+    "logits_l2_median": "logits, median",
+    "top1": "steps with the reference's best token",
+    "tokens_end": "prompts with all tokens right",
+    "perplexity": "perplexity",
+    "perplexity_reference": "perplexity of the float32 reference",
+    "cpu_operators": "operators left to the CPU",
+    "predicted_cycles": "predicted Mcycles a token",
+    "predicted_traffic_bytes": "predicted traffic, MiB a token",
+    "artifact_bytes": "artifact, MiB",
+    "tokens_per_second": "tokens a second, measured",
+    **{f"{name}_ms": f"{name.replace('_', ' ')}, ms, measured" for name in TIMES},
+    "clock_state": "clocks",
+}
+
+
+def entry(program: str) -> str:
+    """A program of the folder: `generate` or `serve`."""
+    return _ENTRY.format(program=program)
+
+
+def requirements(facts: dict[str, Any]) -> str:
+    lines = ["numpy>=1.21", "tokenizers>=0.20", "jinja2>=3.1.6"]
+    if facts["artifact"] == "model.rknn":
+        lines += [f'rknn-toolkit-lite2=={facts["toolkit"]}; platform_machine == "aarch64"']
+        lines += ['onnxruntime>=1.17; platform_machine != "aarch64"']
+    else:
+        lines += ["onnxruntime>=1.17"]
+    return "\n".join(lines) + "\n"
+
+
+def readme(verdict: Mapping[str, Any], facts: Mapping[str, Any], capacity: int, licence: str) -> str:
+    """README.md: the row's numbers, and how to run it."""
+    row, chip = facts["row"], facts["artifact"] == "model.rknn"
+    risks = "".join(f"- {text}\n" for text in verdict["risks"])
+    seen = f"\nSeen right on a PC and wrong on boards:\n\n{risks}" if risks else ""
+    cells = zip(_FIGURES.values(), table.cells(verdict, list(_FIGURES), people=True), strict=True)
+    numbers = "\n".join(f"| {title} | {cell} |" for title, cell in cells if cell)
+    graph = "/".join(["models", row["model"], "graphs", row["weights"], row["strategy"], "decode"])
+    where = f"On the board ({row['platform']}), in this folder" if chip else "In this folder"
+    pc = f"""
+On a PC the same code runs the graph in ONNX Runtime, FOLDER being kvgate's `results/{graph}`:
+
+```
+python3 generate.py --backend onnxruntime --graph FOLDER "What is the capital of France?"
+```
+"""
+    return f"""# {row["model"]}: {row["strategy"]}, {row["quant"]}, {row["platform"]}
+
+Verdict **{verdict["verdict"]}** {_judge(row["backend"])}: {verdict["reason"]}.
+{seen}
+| | |
+|---|---|
+| context, tokens | {capacity} |
+{numbers}
+
+Errors are normalized L2 against the model in float32. `verdict.json` has every figure.
+
+## Run
+
+{where}:
+
+```
+sha256sum --quiet -c SHA256SUMS
+pip install -r requirements.txt
+python3 generate.py "What is the capital of France?"
+python3 serve.py --port 8000
+curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "stream": true}}'
+```
+{pc if chip else ""}
+- Python 3.9 or newer. Without `tokenizers` and `jinja2` token ids work: `python3 generate.py --ids 1,2,3`.
+- Tokens are greedy; `--temperature`, `--top-p` and `--seed`, or the fields of a request, draw them.
+- A conversation has at most {capacity} tokens, the answer among them. A prompt is read one token a step; what it
+  has in common with the one before is kept.
+- `serve.py` answers one request at a time, listens on this machine only, and asks for no password.
+- Weights: licence {licence}. Code below `kvgate/`: Apache-2.0.
+"""
+
+
+def _judge(backend: str) -> str:
+    if backend == sweep.SIMULATOR:
+        return "in the toolkit's simulator, which is no board"
+    return f"in {backend}, which is no board" if backend.startswith(sweep.ONNXRUNTIME) else f"on the board {backend}"

@@ -1,0 +1,129 @@
+"""Applies the hooks of weight preparations to a prepared model, and keeps account of the bases that they change."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvgate.export import heads, recipe, statistics, surgery
+from kvgate.export.prepare import Prepared
+from kvgate.export.seams import Step
+from kvgate.export.statistics import Statistics
+
+Options = Mapping[str, Any]
+
+
+class Work:
+    """A prepared model while it is changed. Raises ValueError where a preparation cannot work on it."""
+
+    def __init__(self, prepared: Prepared, texts: list[Path]) -> None:
+        """texts: trace.npz of the calibration texts; needed by preparations that read statistics."""
+        self.prepared, self.texts = prepared, texts
+        self.spec, self.model = prepared.spec, prepared.model
+        self.state: dict[str, np.ndarray] = {}
+        self.sums: dict[str, int] = {}  # matrix name to the number of its terms
+        self.key: dict[int, Tensor] = {}  # layer to [Hk], what its keys were multiplied by
+        self.value: dict[int, Tensor] = {}  # layer to [Hk, D, D]
+        self.turned: dict[int, Tensor] = {}  # rotation to [D, D] that follows it
+        self._statistics: Statistics | None = None
+
+    def heads(self, step: Any, options: Options) -> None:
+        self._needs_recipe()
+        statistics = self._measured(step)
+        for layer in self.spec.layers:
+            module = self.model.get_submodule(layer.module)
+            tensors = {n: t.data for n in recipe.TENSORS if (t := getattr(module, n)) is not None}
+            change = step.heads(layer, tensors, statistics and statistics.peak.get(f"{layer.module}.qkv"), **options)
+            heads.apply(layer, tensors, change)
+            for name, tensor in tensors.items():
+                getattr(module, name).data = tensor
+            if change.key is not None:
+                self.key[layer.index] = self.key.get(layer.index, torch.ones(1)) * change.key
+            if change.value is not None:
+                old = self.value.get(layer.index)
+                self.value[layer.index] = change.value if old is None else old @ change.value
+        self._statistics = None  # of what it was before
+
+    def turn(self, step: Any, options: Options) -> None:
+        self._needs_recipe()
+        for n, rotation in enumerate(self.spec.rotations):
+            made = step.turn(len(rotation.turn), **options)
+            self.turned[n] = self.turned[n] @ made if n in self.turned else made
+
+    def linear(self, step: Any, options: Options) -> None:
+        """Must be the last: the model itself keeps its matrices."""
+        statistics = self._measured(step)
+        self.state = self.tensors()
+        for name, weight in list(self.state.items()):
+            if weight.ndim != 2 or name in self.sums or not self._is_product(name):
+                continue
+            gram = statistics.gram.get(name) if statistics else None
+            try:
+                terms = step.linear(name, weight, None if gram is None else gram.numpy(), **options)
+            except ValueError as why:
+                raise ValueError(f"{name}: {why}") from None
+            self.state[name] = terms[0]
+            for n, term in enumerate(terms[1:], start=1):
+                self.state[f"{name}.{n}"] = term
+            if len(terms) > 1:
+                self.sums[name] = len(terms)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """All tensors of the graph by name."""
+        return self.state or {name: tensor.numpy() for name, tensor in surgery.state(self.model).items()}
+
+    def bases(self) -> dict[str, np.ndarray]:
+        """For tables.npz: `basis.{key or value}.{layer}`, `inverse. ..` [Hk, D, D], `turned.{rotation}` [D, D].
+
+        A cached row is the model's own row @ matrix.
+        """
+        found = {f"turned.{n}": matrix.float().numpy() for n, matrix in self.turned.items()}
+        for layer in self.spec.layers:
+            key = self._key_basis(layer)
+            for name, basis in (("key", key), ("value", self.value.get(layer.index))):
+                if basis is not None:
+                    found[f"basis.{name}.{layer.index}"] = basis.float().numpy()
+                    found[f"inverse.{name}.{layer.index}"] = torch.linalg.inv(basis.double()).float().numpy()
+        return found
+
+    def _key_basis(self, layer: Any) -> Tensor | None:
+        factor, turn = self.key.get(layer.index), self.turned.get(layer.rotation)
+        if factor is None and turn is None:
+            return None
+        size = layer.key_size
+        turn = torch.eye(size, dtype=torch.float64) if turn is None else turn
+        factor = torch.ones(layer.kv_heads, dtype=torch.float64) if factor is None else factor.double()
+        return factor[:, None, None] * turn
+
+    def _needs_recipe(self) -> None:
+        if self.spec.form != "recipe":
+            raise ValueError(f"needs the recipe, got the plain form: {self.spec.reason}")
+
+    def _is_product(self, name: str) -> bool:
+        """Whether the graph multiplies by it; a norm's weight of two axes is none."""
+        return name.rpartition(".")[2] in ("qkv", "out", "weight") and not any(
+            name.startswith(f"{norm.module}.") for norm in self.spec.norms
+        )
+
+    def _measured(self, step: Any) -> Statistics | None:
+        if not getattr(step, "STATISTICS", False):
+            return None
+        if not self.texts:
+            raise ValueError("reads calibration texts, got none: its entry lacks `calibrate: true`")
+        if self._statistics is None:
+            again = Step()
+            for layer in self.spec.layers:
+                self.model.get_submodule(layer.module).step = again
+            for rotation in self.spec.rotations:
+                self.model.get_submodule(rotation.module).step = again
+            self._statistics = statistics.collect(self.model, self.spec, again, map(self._rows, self.texts))
+        return self._statistics
+
+    def _rows(self, path: Path) -> Tensor:
+        with np.load(path) as file:
+            rows = self.prepared.embedding[torch.from_numpy(file["tokens"])]
+        positions = self.prepared.positions
+        return rows if positions is None else rows + positions[: len(rows)]

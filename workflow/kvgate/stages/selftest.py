@@ -1,0 +1,78 @@
+"""selftest: the probes on a board. One that gets them wrong gets no pass for anything else.
+
+Reads the probes' folders. Writes selftest.json, and beside it {probe}/outputs.npz as the board returned them.
+"""
+
+import shutil
+import sys
+from typing import Any
+
+import numpy as np
+
+from kvgate import agent_zip, received, record, selftests
+from kvgate.job import Job
+from kvgate.session import Lost, Refused, Session
+from kvgate.stages.run import CORES, LOAD, able
+
+_OUTPUTS = "outputs.npz"
+_ROOM = 64 << 20  # bytes that may come back
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Raises record.Blocked where the board cannot be asked; with `again` where it was not to be reached."""
+    board = job.config["board"]
+    tests: dict[str, list[str]] = {}
+    files: dict[str, str] = {}
+    facts: dict[str, Any] = {}
+    try:
+        agent = agent_zip.build(board["engine"], "")
+        with Session(board, agent, job.config["limits"]["run_seconds"]) as session:
+            able(session.hello, board["engine"])
+            for probe in selftests.probes():
+                shutil.rmtree(job.folder / probe.name, ignore_errors=True)
+                tests[probe.name], facts = _test(job, probe, session)
+                if (job.folder / probe.name / _OUTPUTS).exists():
+                    files[f"{probe.name}/{_OUTPUTS}"] = record.sha256(job.folder / probe.name / _OUTPUTS)
+    except (Lost, Refused) as why:
+        again = {"again": True} if isinstance(why, Lost) else {}
+        raise record.Blocked(why.reason, [record.finding(why.kind, why.reason)], **again) from None
+    wrong = [text for lines in tests.values() for text in lines]
+    return {"passed": not wrong, "reason": wrong[0] if wrong else "", "tests": tests, "files": files, **facts}
+
+
+def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str], dict[str, Any]]:
+    """What is wrong, a line each, and what the board said of itself."""
+    board, limits = job.config["board"], job.config["limits"]
+    folder = job.inputs["probe"].parent / probe.name
+    known = job.read("probe")["files"]
+    artifact = ["model.onnx"] if board["engine"] == "onnxruntime" else ["model.rknn", "artifact.json"]
+    names = {name: known[f"{probe.name}/{name}"] for name in ("contract.json", "feeds.npz", *artifact)}
+    custom = record.read(folder / "artifact.json")["custom_string"] if "artifact.json" in names else ""
+    request = {
+        "engine": board["engine"],
+        "files": names,
+        "platform": board["platform"],
+        "custom_string": custom,
+        "contract_digest": probe.contract.digest,
+        "core_mask": CORES[board["core_mask"]],
+        "clocks": "record",
+        "memory_bytes": sum((folder / name).stat().st_size for name in names),
+        "seconds": {"load": LOAD, "step": limits["step_seconds"]},
+        "perf": False,
+    }
+    session.push({sha: folder / name for name, sha in names.items()}, _say)
+    status = session.run(request, job.folder / probe.name, _say, _ROOM, expected=())
+    facts = {name: status[name] for name in ("environment", "versions")}
+    if not status["ok"]:
+        return [f"{probe.name}: {status['reason']}"], facts
+    path = job.folder / probe.name / _OUTPUTS
+    try:
+        received.headers(path)
+    except received.Bad as why:
+        return [f"{probe.name}: {why}"], facts
+    with np.load(path, allow_pickle=False) as outputs:
+        return selftests.differences(probe, dict(outputs)), facts
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
