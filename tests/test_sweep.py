@@ -141,6 +141,10 @@ BAD = {
     ),
     "nothing left": (block(exclude=[{"model": "tiny"}]), "sweep.blocks: got no tuple at all"),
     "missing text": (set_at("programs/tiny_chat/text", "nope.txt"), "programs.tiny_chat.text: nope.txt cannot be read"),
+    "a calibration text that is verified too": (
+        set_at("programs/tiny_calibration_b/text", "tests/texts/fill.txt"),
+        "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
+    ),
     "short calibration text": (
         set_at("programs/tiny_calibration_a/text", "tests/texts/hi.txt"),
         "programs.tiny_calibration_a.text: got 3 bytes, too short for 32 tokens",

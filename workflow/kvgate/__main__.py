@@ -46,6 +46,8 @@ def main(argv: list[str]) -> int:
     store.add_argument("--prune", type=float, metavar="GB", help="remove the longest unused entries beyond this size")
     _folders(store)
     bench = commands.add_parser("bench", help="what a sweep costs, and our graphs beside today's ways")
+    bench.add_argument("--board", default="", help="only what this board of the config costs beside its own work")
+    bench.add_argument("--configfile", type=Path, action="append", default=[], help="as snakemake's; with --board")
     _folders(bench)
     commands.add_parser("preflight", help="whether this machine can run the toolkit")
     args = parser.parse_args(argv)
@@ -88,6 +90,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "bench":
         from kvgate import bench
 
+        if args.board:
+            return bench.board(plan.Plan(args.base, plan.sweep.override(args.configfile, "")), args.results, args.board)
         return bench.main(args.base, args.results)
     planned = plan.Plan(args.base, plan.sweep.override(args.configfile, args.config))
     if args.command == "audit":

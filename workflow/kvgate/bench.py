@@ -35,6 +35,20 @@ def main(base: Path, results: Path) -> int:
     return 0
 
 
+def board(plan: Plan, results: Path, name: str) -> int:
+    """What a board costs beside its own work, on the first row of the sweep that ran there. Returns an exit code."""
+    from kvgate import bench_boards
+    from kvgate.job import Job
+
+    nodes = [node for node in plan.of_stage("run") if node.wildcards["backend"] == name]
+    if not nodes:
+        raise ValueError(f"--board: got {name!r}, known: {', '.join(plan.config['sweep']['backends'])}")
+    inputs = {label: results / below.record for label, below in nodes[0].inputs.items()}
+    job = Job("run", nodes[0].wildcards, nodes[0].config, inputs, results, plan.base)
+    print("\n".join(bench_boards.lines(bench_boards.measure(job))))
+    return 0
+
+
 def spent(plan: Plan, results: Path) -> list[str]:
     """Where the time of the sweep went, its peak memory and its disk."""
     seconds: dict[str, float] = defaultdict(float)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FLOAT_INPUTS = ("cosine", "sine", "rotation")  # roles: angles that the host worked out
+OUTSIDE = 0.01  # share of a tensor's values beyond its range that explains an error
 CHECKED = 1e-4  # L2 up to which float32 counts as right, as in the check
 
 
@@ -29,6 +30,7 @@ class Evidence:
     # median K/V delta of the isolated steps in the first and in the last quarter of the positions
     early: float | None = None
     late: float | None = None
+    outside: tuple[str, float] = ("", 0.0)  # the cache tensor with the most values beyond its calibrated range; share
 
 
 def explain(evidence: Evidence) -> str:
@@ -104,6 +106,12 @@ def rounded_cache(e: Evidence) -> str:
     return f"activations and cache are {integer[0]}{coarse}"
 
 
+def not_covered(e: Evidence) -> str:
+    """What lies beyond the calibrated range is cut off, whatever the steps within it."""
+    name, share = e.outside
+    return f"{100 * share:.2g} % of {name} lie outside the calibrated range" if share > OUTSIDE else ""
+
+
 def angles(e: Evidence) -> str:
     """Rotary angles worked out in float16 drift with the position; from the host they are exact."""
     host = any(role in FLOAT_INPUTS for role in e.roles)
@@ -153,6 +161,7 @@ RULES: tuple[Callable[[Evidence], str], ...] = (
     constant,
     first_token,
     other_slots,
+    not_covered,
     rounded_cache,
     angles,
     adds_up,

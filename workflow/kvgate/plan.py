@@ -182,7 +182,9 @@ class Plan:
         decode = w | {"part": "decode"}
         ran = {sweep.SIMULATOR: "build", sweep.ONNXRUNTIME: "check"}.get(w["backend"], "run")
         inputs = {"export": self.node("export", decode), "observed": self.node(ran, decode)}
-        return self._make("verify", w, {"programs": self._programs()}, inputs | self._traces(w), ())
+        if w["platform"] != sweep.HOST_PLATFORM:
+            inputs["build"] = self.node("build", decode)
+        return self._make("verify", w, {"programs": self._programs()}, inputs | self._traces(w), (self._host_half(w),))
 
     def _judge(self, w: dict[str, str]) -> Node:
         decode = w | {"part": "decode"}

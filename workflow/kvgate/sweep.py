@@ -260,9 +260,13 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
         if not programs[name]["histories"]:
             raise ConfigError(f"programs.{name}.histories: got [], allowed: isolated, forced, free")
         _check_text(f"programs.{name}", programs[name], base)
+    verified = {(base / programs[name]["text"]).read_bytes(): name for name in config["sweep"]["programs"]}
     for n, name in enumerate(config["calibration"]["texts"]):
         _known(f"calibration.texts[{n}]", name, texts)
         _check_text(f"programs.{name}", programs[name], base)
+        same = verified.get((base / programs[name]["text"]).read_bytes())
+        if same:
+            raise ConfigError(f"calibration.texts[{n}]: {name} has the text of program {same}, allowed: another text")
 
 
 def _check_boards(config: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import traceback
@@ -40,6 +41,7 @@ def main(folder: Path) -> int:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: no orphan holds the NPU
     if os.getppid() != parent:
         return 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no gigabyte behind
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # this one, not the agent
     _flush_lines()

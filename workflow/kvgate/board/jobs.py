@@ -121,7 +121,8 @@ class Work:
         opened = _json(folder / OPENED) or {}
         known = {name: self.before.get(name) for name in ("runtime", "driver", "toolkit_lite", "numpy", "python")}
         versions = {**known, **opened.get("versions", {}), "toolkit": self.toolkit}
-        observations = [*sorted(folder.glob("observations/*.npz")), *folder.glob(OUTPUTS)]
+        # The runtime's layer table as printed goes along: a first board may show one that our parser does not know.
+        found = [path for name in ("observations/*.npz", OUTPUTS, "layers.txt") for path in sorted(folder.glob(name))]
         # Those of the child's opening are in a result too; they stand here for a child that wrote none.
         told = findings if result else findings + opened.get("findings", [])
         return {
@@ -135,7 +136,7 @@ class Work:
             "ledger": (result or {}).get("ledger"),
             "environment": {"before": self.before, "after": self.after},
             "versions": versions,
-            "files": {str(path.relative_to(folder)): files.sha256(path) for path in observations},
+            "files": {str(path.relative_to(folder)): files.sha256(path) for path in found if path.stat().st_size},
             "stderr_tail": _text(folder)[-_TAIL:],
         }
 

@@ -68,7 +68,8 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     first = broken[0] if broken else None
     place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name} if first else {}
     place |= first.first if first else {}
-    evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place))
+    outside = inputs["verify"].get("coverage", {})
+    evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place, outside))
     known = first is None or first.name in gates.OF_BOARD  # its text is the cause
     cause = "" if known else causes.explain(replace(evidence, check=_checked(inputs["check"])))
     risks = build.get("risks", [])
@@ -81,6 +82,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "cause": cause,
         "first": place or None,
         "gates": [g.to_json() for g in found],
+        "coverage": outside,
         "risks": [*risks, *(x["text"] for x in ran.get("findings", ()) if x["kind"] == "version_mismatch")],
         "findings": findings,
         "figures": figures.figures(contract, build, metrics, arrays)
@@ -109,6 +111,7 @@ def _evidence(
     arrays: dict[str, dict[str, Array]],
     found: list[gates.Gate],
     place: dict[str, Any],
+    outside: dict[str, float],
 ) -> causes.Evidence:
     verdict = gates.worst([g.verdict for g in found])
     broken, steps = [], []
@@ -130,6 +133,7 @@ def _evidence(
         steps=steps,
         early=early,
         late=late,
+        outside=max(outside.items(), key=lambda x: x[1], default=("", 0.0)),
     )
 
 

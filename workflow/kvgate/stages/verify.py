@@ -1,16 +1,18 @@
 """verify: what a backend returned for the programs against their reference traces. Metrics, no judgement.
 
-Reads the contract beside the graph, trace.npz of every program, and observations/{program}.npz beside the build's or
-check's record. Writes {program}/metrics.npz (every step, layer and tensor) and metrics.json (the figures).
+Reads the contract and host.npz beside the graph, trace.npz of every program, and observations/{program}.npz beside the
+build's, check's or run's record. Writes {program}/metrics.npz (every step, layer and tensor) and metrics.json (the
+figures, and how much of the cache lies outside the artifact's calibrated ranges).
 """
 
 import io
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvgate import compare, record
+from kvgate import compare, coverage, record
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import Trace
@@ -20,9 +22,10 @@ def run(job: Job) -> dict[str, Any]:
     """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row."""
     contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
     observations = job.inputs["observed"].parent / "observations"
-    found, files = {}, {}
+    found, files, traces = {}, {}, []
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        traces.append(trace)
         path = observations / f"{name}.npz"
         with np.load(path) as seen:
             _all_ran(program["histories"], seen, path)
@@ -33,7 +36,16 @@ def run(job: Job) -> dict[str, Any]:
         record.write_bytes(job.folder / file, buffer.getvalue())
         files[file] = record.sha256(job.folder / file)
         found[name] = {"kind": "text" if trace.prompt == len(trace.tokens) else "chat", **body}
-    return {"programs": found, "files": files}
+    return {"programs": found, "files": files, "coverage": _coverage(job, contract, traces)}
+
+
+def _coverage(job: Job, contract: Contract, traces: list[Trace]) -> dict[str, float]:
+    if "build" not in job.inputs:
+        return {}
+    half = import_module(f"kvgate.strategies.{contract.strategy}.host")
+    with np.load(job.inputs["export"].with_name("host.npz")) as tables:
+        host = half.Host(contract, dict(tables), -1.0)
+    return coverage.measure(host, traces, job.read("build").get("boundary", {}))
 
 
 def _all_ran(histories: list[str], seen: Any, path: Path) -> None:
