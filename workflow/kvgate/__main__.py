@@ -19,6 +19,7 @@ STAGES = {
     "run": "run a row on a board",
     "verify": "compare observations with the reference",
     "judge": "metrics and thresholds to a verdict",
+    "diagnose": "explain one row by layer, step and tensor, with a heat map",
     "tabulate": "all verdicts of a sweep to one table, and the bundles",
 }
 

@@ -38,6 +38,28 @@ def explain(evidence: Evidence) -> str:
     return next((text for rule in RULES if (text := rule(evidence))), "")
 
 
+def remedy(evidence: Evidence) -> str:
+    """What removes the first rule's cause, where that was measured (README, the quality sweep); empty where not."""
+    rule = next((rule for rule in RULES if rule(evidence)), None)
+    if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
+        return _BY_DTYPE.get(evidence.dtype, "")
+    return _REMEDIES.get(rule.__name__, "") if rule else ""
+
+
+_REMEDIES = {
+    "out_of_range": "a strategy of the form `recipe` or `plain`: their norms are fused",
+    "permuted": "a strategy with rank 3, which cannot be read as NCHW or NHWC",
+    "angles": "a strategy of the form `recipe` or `plain`: the host works the angles out",
+    "not_covered": "more calibration texts and samples (config.yaml, calibration)",
+    "random_weights": "weights.bin beside the graph: run again",
+}
+_BY_DTYPE = {
+    "w8a8": "weights `int8` (rotate, vrot, krot, qkv) and a mask of -100",
+    "w4a16": "weights `split` with quant w4a16_split2; at int4's size `gptq_g32` with w4a16_g32",
+    "w16a16i_dfp": "weights `int8`, a mask of -100, and many calibration texts",
+}
+
+
 def out_of_range(e: Evidence) -> str:
     """A norm that is not fused squares its input in float16: from 256 on the square is infinite and the norm zero.
 

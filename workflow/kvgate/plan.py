@@ -33,6 +33,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "run": ("numpy",),
     "verify": ("numpy",),
     "judge": (),
+    "diagnose": ("numpy", "opencv-python-headless"),
     "tabulate": ("numpy", "transformers", "tokenizers"),
 }
 _LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
@@ -197,6 +198,14 @@ class Plan:
             if w["platform"] != sweep.HOST_PLATFORM:  # the same artifact in the simulator, to tell whose fault it is
                 inputs["simulator"] = self.node("judge", w | {"backend": sweep.SIMULATOR})
         return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
+
+    def _diagnose(self, w: dict[str, str]) -> Node:
+        inputs = {stage: self.node(stage, w) for stage in ("judge", "verify")}
+        inputs["export"] = self.node("export", w | {"part": "decode"})
+        if w["platform"] != sweep.HOST_PLATFORM:
+            inputs["build"] = self.node("build", w | {"part": "decode"})
+        config = {"programs": list(self._programs()), "thresholds": self.config["thresholds"]}
+        return self._make("diagnose", w, config, inputs | self._traces(w), (self._host_half(w),))
 
     def _tabulate(self, w: dict[str, str]) -> Node:
         # Padded, as the key's JSON sorts them: their order is the table's.

@@ -71,7 +71,8 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     outside = inputs["verify"].get("coverage", {})
     evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place, outside))
     known = first is None or first.name in gates.OF_BOARD  # its text is the cause
-    cause = "" if known else causes.explain(replace(evidence, check=_checked(inputs["check"])))
+    evidence = replace(evidence, check=_checked(inputs["check"]))
+    cause = "" if known else causes.explain(evidence)
     risks = build.get("risks", [])
     reason = _reason(verdict, first, cause, found)
     if "simulator" in inputs:
@@ -80,6 +81,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "verdict": verdict,
         "reason": reason,
         "cause": cause,
+        "remedy": "" if known else causes.remedy(evidence),
         "first": place or None,
         "gates": [g.to_json() for g in found],
         "coverage": outside,

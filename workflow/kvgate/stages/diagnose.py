@@ -1,0 +1,177 @@
+"""diagnose: one row by layer, step and tensor. Asked for by its path; no other stage reads it.
+
+Reads the verdict, the metrics of every step, layer and tensor, host.npz, the traces and the artifact's boundary. Writes
+diagnosis.json, heatmap.png (error by layer and step) and diagnosis.html (the sentence, the figures, the picture).
+"""
+
+import base64
+from html import escape
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from kvgate import record
+from kvgate.columns import percent
+from kvgate.contract import Contract
+from kvgate.job import Job
+from kvgate.observe import Trace
+from kvgate.symptoms import TENSORS
+
+TAKES_BLOCKED = True
+Array = np.ndarray
+_FLOOR, _TOP = 1e-4, 1.0  # L2 at the ends of the picture's colours
+_CELL = 8  # pixels of a step and layer
+
+
+def run(job: Job) -> dict[str, Any]:
+    """A blocked row is explained by what blocked it."""
+    verdict = job.read("judge")
+    body: dict[str, Any] = {
+        name: verdict.get(name) for name in ("row", "verdict", "reason", "cause", "remedy", "first")
+    }
+    files: dict[str, str] = {}
+    if verdict["verdict"] != "blocked":
+        arrays = _arrays(job)
+        limit = job.config["thresholds"]["kv_l2"]["pass"]
+        body |= {"layers": _layers(arrays), "first_layer": _first_layer(arrays, limit), "tensors": _tensors(job)}
+        body |= {"cpu_operators": verdict["figures"]["cpu_operators"], "coverage": verdict.get("coverage", {})}
+        body["permuted"] = next((x["text"] for x in verdict["findings"] if x["kind"] == "permuted"), None)
+        picture = _picture(arrays)
+        if picture is not None:
+            _write(job, files, "heatmap.png", picture)
+    body["sentence"] = _sentence(body)
+    page = _page(body, (job.folder / "heatmap.png").read_bytes() if "heatmap.png" in files else b"")
+    _write(job, files, "diagnosis.html", page.encode())
+    return body | {"files": files, "announce": body["sentence"]}
+
+
+def _write(job: Job, files: dict[str, str], name: str, data: bytes) -> None:
+    record.write_bytes(job.folder / name, data)
+    files[name] = record.sha256(job.folder / name)
+
+
+def _arrays(job: Job) -> dict[str, dict[str, Array]]:
+    found = {}
+    for program in job.config["programs"]:
+        with np.load(job.inputs["verify"].parent / program / "metrics.npz") as file:
+            found[program] = {name: array for name, array in file.items() if name.endswith(("/kv", "/positions"))}
+    return found
+
+
+def _joined(arrays: dict[str, dict[str, Array]], history: str) -> tuple[Array, Array]:
+    """All programs' positions [n] and K/V errors [n, L, 2] of a history; empty where it was not run."""
+    runs = [a for a in arrays.values() if f"{history}/kv" in a and a[f"{history}/kv"].size]
+    if not runs:
+        return np.zeros(0, int), np.zeros((0, 0, 2))
+    return np.concatenate([a[f"{history}/positions"] for a in runs]), np.concatenate([a[f"{history}/kv"] for a in runs])
+
+
+def _layers(arrays: dict[str, dict[str, Array]]) -> list[dict[str, Any]]:
+    """Median and worst L2 of every layer's K and V, by history."""
+    found: list[dict[str, Any]] = []
+    for history in ("isolated", "forced"):
+        _, kv = _joined(arrays, history)
+        kv = np.where(np.isfinite(kv), kv, np.inf)
+        for layer in range(kv.shape[1]):
+            if layer == len(found):
+                found.append({"layer": layer})
+            for n, name in enumerate(TENSORS):
+                for word, value in (("median", np.median(kv[:, layer, n])), ("worst", kv[:, layer, n].max())):
+                    found[layer][f"{history}_{name}_{word}"] = float(f"{value:.4g}") if np.isfinite(value) else None
+    return found
+
+
+def _first_layer(arrays: dict[str, dict[str, Array]], limit: float) -> dict[str, Any] | None:
+    """The first layer whose isolated error passes the limit in most steps: what comes after it follows from it."""
+    _, kv = _joined(arrays, "isolated")
+    if not kv.size:
+        return None
+    medians = np.median(np.where(np.isfinite(kv), kv, np.inf), axis=0)
+    over = np.argwhere(medians > limit)
+    if not len(over):
+        return None
+    layer, n = (int(x) for x in over[0])
+    return {"layer": layer, "tensor": TENSORS[n], "median": float(f"{medians[layer, n]:.4g}")}
+
+
+def _tensors(job: Job) -> list[dict[str, Any]]:
+    """Every cache input: its dtype and calibrated range, the reference's range in it, and the share beyond."""
+    if "build" not in job.inputs:
+        return []
+    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
+    half = import_module(f"kvgate.strategies.{contract.strategy}.host")
+    with np.load(job.inputs["export"].with_name("host.npz")) as tables:
+        host = half.Host(contract, dict(tables), -1.0)
+    low = dict.fromkeys(host.buffers, 0.0)
+    high = dict.fromkeys(host.buffers, 0.0)
+    for label in job.labels("trace"):
+        trace = Trace.load(str(job.inputs[label].with_name("trace.npz")))
+        host.fill(trace.tokens.tolist(), trace.keys, trace.values, min(len(trace.tokens), contract.cache.capacity))
+        for name, buffer in host.buffers.items():
+            low[name], high[name] = min(low[name], float(buffer.min())), max(high[name], float(buffer.max()))
+    built = {t["name"]: t for t in job.read("build")["boundary"]["inputs"]}
+    outside = job.read("judge").get("coverage", {})
+    return [
+        {
+            "name": name,
+            "dtype": built.get(name, {}).get("dtype"),
+            "calibrated": [built.get(name, {}).get("low"), built.get(name, {}).get("high")],
+            "reference": [float(f"{low[name]:.4g}"), float(f"{high[name]:.4g}")],
+            "outside": outside.get(name),
+        }
+        for name in host.buffers
+    ]
+
+
+def _picture(arrays: dict[str, dict[str, Array]]) -> bytes | None:
+    """A PNG: layers down (K above V), steps across, the isolated ones first; colour is the L2 on a log scale."""
+    import cv2
+
+    rows = [kv for history in ("isolated", "forced") if (kv := _joined(arrays, history)[1]).size]
+    if not rows:
+        return None
+    kv = np.concatenate(rows)  # [n, L, 2]
+    table = kv.transpose(1, 2, 0).reshape(-1, len(kv))  # key and value of a layer beside each other
+    table = np.where(np.isfinite(table), np.clip(table, _FLOOR, _TOP), _TOP)
+    scale = np.log(table / _FLOOR) / np.log(_TOP / _FLOOR)
+    colours = cv2.applyColorMap((255 * scale).astype(np.uint8), cv2.COLORMAP_VIRIDIS)
+    large = colours.repeat(_CELL, axis=0).repeat(_CELL, axis=1)
+    return bytes(cv2.imencode(".png", large)[1])
+
+
+def _sentence(body: dict[str, Any]) -> str:
+    row = body["row"]
+    name = f"{row['model']} {row['weights']} {row['strategy']} {row['quant']} ({row['backend']})"
+    text = f"{name}: {body['verdict']}: {body['reason']}"
+    first = body.get("first_layer")
+    if first:
+        text += f". First layer off by itself: {first['layer']} {first['tensor']}, median {percent(first['median'])}"
+    return text + (f". What removes it: {body['remedy']}" if body.get("remedy") else "")
+
+
+def _page(body: dict[str, Any], picture: bytes) -> str:
+    """One page without scripts or links."""
+    lines = ["<!doctype html>", "<meta charset=utf-8>", "<title>kvgate diagnosis</title>"]
+    lines += ["<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}</style>"]
+    lines += [f"<h1>{escape(str(body['row']['strategy']))} {escape(str(body['row']['quant']))}</h1>"]
+    lines += [f"<p>{escape(body['sentence'])}</p>"]
+    if picture:
+        data = base64.b64encode(picture).decode()
+        lines += [f'<img alt="error by layer and step" src="data:image/png;base64,{data}">']
+        lines += [
+            f"<p>Layers down (K above V), steps across: isolated, then forced. Dark: {_FLOOR:g}, bright: {_TOP:g}.</p>"
+        ]
+    for title, rows in (("Layers", body.get("layers")), ("Cache tensors", body.get("tensors"))):
+        if rows:
+            names = list(rows[0])
+            head = "".join(f"<th>{escape(x.replace('_', ' '))}</th>" for x in names)
+            cells = ("".join(f"<td>{escape(_cell(row.get(x)))}</td>" for x in names) for row in rows)
+            lines += [f"<h2>{title}</h2>", "<table>", f"<tr>{head}</tr>", *(f"<tr>{c}</tr>" for c in cells), "</table>"]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join("" if x is None else f"{x:.4g}" for x in value)
+    return "" if value is None else str(value)
