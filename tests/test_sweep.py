@@ -184,7 +184,7 @@ BAD = {
     "a password": (with_boards(["b"], b=BOARD | {"password": "x"}), "boards.b: got the unknown key password, known: "),
     "a preparation that is none": (
         set_at("weights", {"plain": {"steps": [{"name": "smooth"}]}}),
-        "weights.plain.steps[0].name: got 'smooth', known: fold, gptq, krot, plain, qkv, rotate, split2, vrot",
+        "weights.plain.steps[0].name: got 'smooth', known: fold, gptq, krot, mixed, plain, qkv, rotate, split2, vrot",
     ),
     "split2 with w8a8": (
         block(weights=["split"], quants=["w8a8"]),

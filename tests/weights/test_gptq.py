@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvgate.export import grid
-from kvgate.weights import gptq, split2
+from kvgate.weights import gptq, mixed, split2
 
 
 def data(rows=96, columns=40, seed=0):
@@ -62,3 +62,17 @@ def test_split2_adds_up_and_both_terms_are_on_the_grid_within_int8(seed, group):
 def test_a_group_must_divide():
     with pytest.raises(ValueError, match="group: got 36, allowed: a divisor of the matrix's 96 input channels"):
         gptq.linear("w", *data()[1:], group=36)
+
+
+def test_mixed_spends_its_budget_where_int4_loses_most():
+    _, weight, gram = data()
+    easy = grid.nearest(weight, 32)  # on the grid already: int4 loses nothing
+    weights = {"easy": easy, "hard": weight, "unseen": weight}
+    size = weight.size / 2e6
+    made = mixed.matrices(weights, {"easy": gram, "hard": gram}, megabytes=4 * size, group=32)
+    sums = [name for name, terms in made.items() if len(terms) == 2]
+    assert len(sums) == 1 and sums[0] in ("hard", "unseen")
+    everything = mixed.matrices(weights, {"hard": gram}, megabytes=6 * size, group=32)
+    assert [len(terms) for terms in everything.values()] == [2, 2, 2]
+    with pytest.raises(ValueError, match=r"megabytes: got 0\.001, allowed: at least 0\.0, all in int4"):
+        mixed.matrices(weights, {}, megabytes=0.001, group=32)

@@ -13,7 +13,7 @@ from kvgate.observe import observe
 from kvgate.stages import export, prepare
 from kvgate.weights import fold, rotate
 
-# Not gptq: it moves weights on purpose. plain has nothing to keep.
+# Not gptq and mixed: they move weights on purpose. plain has nothing to keep.
 ANY = ("vrot", "krot", "qkv", "split2")
 RECIPE = ("llama", "llama_g8", "qwen3", "olmo2", "gemma3_text", "phi", "gpt_neox", "glm4", "exaone4", "cohere")
 TOKENS = 12
@@ -23,7 +23,7 @@ class Prepared:
     """A model with a preparation, by the real stages; `texts` are its calibration texts."""
 
     def __init__(
-        self, root: Path, family: str, *steps: str, module: str = "cpu_managed", form: str = "recipe", **options: int
+        self, root: Path, family: str, *steps: str, module: str = "cpu_managed", form: str = "recipe", **options: Any
     ) -> None:
         self.root, self.family = root, family
         self.model = graphs.Model.of(root, family)
@@ -115,10 +115,21 @@ def test_a_group_that_does_not_divide_is_blocked(tmp_path):
         Prepared(tmp_path, "llama", "split2", group=7)
 
 
+def test_patterns_choose_matrices(tmp_path):
+    made = Prepared(tmp_path, "llama", "split2", only=["*down_proj*", "lm_head*"], skip=["*layers.0*"])
+    assert set(made.body["sums"]) == {"model.layers.1.mlp.down_proj.weight", "lm_head.weight"}
+    assert made.error() < 1e-5
+
+
+def test_a_pattern_that_fits_nothing_is_blocked(tmp_path):
+    with pytest.raises(record.Blocked, match=r"preparation split2: pattern: got '\*nope\*', which fits none of 11 "):
+        Prepared(tmp_path, "llama", "split2", only=["*nope*"])
+
+
 def test_a_plain_form_is_no_ground_for_a_basis(tmp_path):
     with pytest.raises(record.Blocked, match="preparation vrot: needs the recipe, got the plain form: "):
         Prepared(tmp_path, "llama", "vrot", form="plain")
 
 
 def test_every_preparation_is_tested():
-    assert {*ANY, "fold", "rotate", "gptq", "plain"} == set(sweep.modules("weights"))
+    assert {*ANY, "fold", "rotate", "gptq", "mixed", "plain"} == set(sweep.modules("weights"))

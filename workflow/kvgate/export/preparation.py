@@ -1,6 +1,7 @@
 """Applies the hooks of weight preparations to a prepared model, and keeps account of the bases that they change."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,30 @@ class Work:
             self.turned[n] = self.turned[n] @ made if n in self.turned else made
 
     def linear(self, step: Any, options: Options) -> None:
-        """Must be the last: the model itself keeps its matrices."""
+        """One matrix at a time; the options `only` and `skip`, patterns of names, are taken here."""
+
+        def one(weights: dict[str, np.ndarray], grams: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, ...]]:
+            rest = {k: v for k, v in options.items() if k not in ("only", "skip")}
+            found = {}
+            for name in _chosen(list(weights), options.get("only", ["*"]), options.get("skip", [])):
+                try:
+                    found[name] = step.linear(name, weights[name], grams.get(name), **rest)
+                except ValueError as why:
+                    raise ValueError(f"{name}: {why}") from None
+            return found
+
+        self._replace(step, one)
+
+    def matrices(self, step: Any, options: Options) -> None:
+        """All matrices at once."""
+        self._replace(step, lambda weights, grams: step.matrices(weights, grams, **options))
+
+    def _replace(self, step: Any, change: Any) -> None:
         statistics = self._measured(step)
         self.state = self.tensors()
-        for name, weight in list(self.state.items()):
-            if weight.ndim != 2 or name in self.sums or not self._is_product(name):
-                continue
-            gram = statistics.gram.get(name) if statistics else None
-            try:
-                terms = step.linear(name, weight, None if gram is None else gram.numpy(), **options)
-            except ValueError as why:
-                raise ValueError(f"{name}: {why}") from None
+        weights = {n: w for n, w in self.state.items() if w.ndim == 2 and n not in self.sums and self._is_product(n)}
+        grams = {name: gram.numpy() for name, gram in statistics.gram.items()} if statistics else {}
+        for name, terms in change(weights, grams).items():
             self.state[name] = terms[0]
             for n, term in enumerate(terms[1:], start=1):
                 self.state[f"{name}.{n}"] = term
@@ -127,3 +141,12 @@ class Work:
             rows = self.prepared.embedding[torch.from_numpy(file["tokens"])]
         positions = self.prepared.positions
         return rows if positions is None else rows + positions[: len(rows)]
+
+
+def _chosen(names: list[str], only: list[str], skip: list[str]) -> list[str]:
+    """Names that fit a pattern of `only` and none of `skip`. Raises ValueError on a pattern that fits nothing."""
+    for pattern in (*only, *skip):
+        if not any(fnmatch(name, pattern) for name in names):
+            raise ValueError(f"pattern: got {pattern!r}, which fits none of {len(names)} matrices, e.g. {names[0]}")
+    fitting = [name for name in names if any(fnmatch(name, x) for x in only)]
+    return [name for name in fitting if not any(fnmatch(name, x) for x in skip)]

@@ -73,7 +73,7 @@ def _changed(job: Job, prepared: Any, steps: list[Any]) -> tuple[dict[str, Any],
     work = preparation.Work(prepared, texts)
     try:
         for name, step, options in steps:
-            for hook in ("heads", "turn", "linear"):
+            for hook in ("heads", "turn", "linear", "matrices"):
                 if hasattr(step, hook):
                     print(f"preparation {name}: {hook}", file=sys.stderr)
                     getattr(work, hook)(step, options)
