@@ -4,6 +4,9 @@ transformers' own loader reads weights and tokenizer. Quantized tensors become f
 grids is exact there, float16 would round scale times code.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,25 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
         magic = file.read(len(MAGIC))
     if magic != MAGIC:
         raise _blocked("corrupt", f"gguf {path.name}: got first bytes {magic!r}, allowed: {MAGIC!r}")
-    model, tokenizer = _load(path)
+    with _read_once():
+        model, tokenizer = _load(path)
+        licence = source.get("licence") or _licence(path)
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
-    licence = source.get("licence") or _licence(path)  # reading it takes seconds: the whole file header is parsed
     return {"revision": folder.sha256(path), "licence": licence}
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """The loader opens the file for config, weights and tokenizer, and a header of 49,152 tokens takes seconds."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = cache(reader)  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader  # type: ignore[misc]
 
 
 def _load(path: Path) -> tuple[Any, Any]:
