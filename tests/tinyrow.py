@@ -1,6 +1,7 @@
 """A tiny random llama taken through the real stages to a verdict and its bundle, without the workflow. Not a test."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,8 @@ def generate(bundle: Path, *words: str, input: str = "", program: str = "generat
 
 def bare() -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+
+
+def interruptible() -> None:
+    """In a child before it starts: a shell's background jobs, a CI's among them, ignore ctrl-C and hand that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

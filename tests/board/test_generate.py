@@ -446,7 +446,7 @@ def slowed(bundle, more="pass"):
     command = [sys.executable, "-c", SLOW.format(more=more)]
     return subprocess.Popen(
         command, cwd=bundle, env=tinyrow.bare() | {"PYTHONPATH": str(bundle), "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=tinyrow.interruptible,
     )  # fmt: skip
 
 

@@ -485,7 +485,9 @@ def test_a_step_that_hangs_is_said_by_the_health_check(served, monkeypatch):
 
 def start(bundle: Path, *words: str) -> tuple[subprocess.Popen, str, int]:
     command = [sys.executable, "-I", str(bundle / "serve.py"), "--port", "0", *words]
-    process = subprocess.Popen(command, cwd="/", env=tinyrow.bare(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd="/", env=tinyrow.bare(), stderr=subprocess.PIPE, text=True, preexec_fn=tinyrow.interruptible
+    )
     line = process.stderr.readline()
     return process, line, int(line.split("/v1")[0].rpartition(":")[2])
 

@@ -47,7 +47,7 @@ def test_a_row_a_backend_and_the_same_numbers_through_the_agent(with_boards):
     assert len(rows) == 5
     for strategy in ("tiny_cpu_managed", "tiny_blend"):
         here, there = (rows[strategy, "host", name] for name in ("onnxruntime", "onnxruntime-here"))
-        assert here["verdict"] == there["verdict"] == "pass"
+        assert here["verdict"] == there["verdict"] == "pass", there["reason"]
         assert here["kv_l2_worst"] == there["kv_l2_worst"] and here["top1"] == there["top1"]
         assert float(there["total_ms"]) > 0 and not here["total_ms"]
     assert planned(with_boards) == {}

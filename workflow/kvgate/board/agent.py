@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         return 2
     inlet, outlet = _channel()
     command = [sys.executable, "-u", str(Path(arguments[0]).resolve()), "--child"]
-    return Agent(Path(arguments[1]).expanduser(), inlet, outlet, command).serve()
+    return Agent(Path(arguments[1]).expanduser().absolute(), inlet, outlet, command).serve()
 
 
 def _channel() -> tuple[Any, Any]:
@@ -233,7 +233,7 @@ def _ask_to_end(file: Any, work: Path) -> bool:
         return False
     try:
         words = Path("/proc", text, "cmdline").read_bytes().split(b"\0")
-        if os.fsencode(work) in [os.fsencode(Path(os.fsdecode(x)).expanduser()) for x in words if x]:
+        if os.fsencode(work) in [os.fsencode(Path(os.fsdecode(x)).expanduser().absolute()) for x in words if x]:
             os.kill(int(text), signal.SIGTERM)
     except OSError:
         return False
