@@ -95,3 +95,12 @@ def test_a_large_file_is_told_by_its_blocks(tmp_path):
         file.write(b"x")
     assert plan.file_state(path) != before
     assert plan.file_state(tmp_path / "none") == "unreadable: No such file or directory"
+
+
+def test_an_edge_that_follows_from_others_is_none(tiny):
+    """The workflow's graph stays small, and yet every job is below all that it reads."""
+    above = {}
+    for node in tiny.nodes():
+        above[node.record] = set(node.reads).union(*(above[path] for path in node.reads))
+        assert {x.record for x in node.inputs.values()} <= above[node.record], node.stage
+    assert {len(node.reads) for node in tiny.of_stage("judge")} == {1}

@@ -44,6 +44,8 @@ def board(plan: Plan, results: Path, name: str) -> int:
     if not nodes:
         raise ValueError(f"--board: got {name!r}, known: {', '.join(plan.config['sweep']['backends'])}")
     inputs = {label: results / below.record for label, below in nodes[0].inputs.items()}
+    # As the workflow does: the interpreter that a local board's `python3` is.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     job = Job("run", nodes[0].wildcards, nodes[0].config, inputs, results, plan.base)
     print("\n".join(bench_boards.lines(bench_boards.measure(job))))
     return 0

@@ -57,6 +57,12 @@ class Node:
         return record_path(self.stage, self.wildcards)
 
     @cached_property
+    def reads(self) -> list[str]:
+        """Records that it reads and that nothing else it reads has read: what the workflow's graph needs as edges."""
+        below = {x.record for node in self.inputs.values() for x in node.inputs.values()}
+        return [record for record in dict.fromkeys(x.record for x in self.inputs.values()) if record not in below]
+
+    @cached_property
     def short(self) -> str:
         return short_hash(self.key)
 

@@ -37,9 +37,7 @@ def records(stage):
 
 def inputs(stage):
     return lambda w: [
-        f"results/{node.record}"
-        for node in PLAN.node(stage, dict(w)).inputs.values()
-        if begin()
+        f"results/{path}" for path in PLAN.node(stage, dict(w)).reads if begin()
     ]
 
 
