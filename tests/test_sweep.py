@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvgate import sweep
+from kvgate import config, sweep
 
 BASE = Path(__file__).parents[1]
 TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
@@ -17,7 +17,7 @@ W8A16 = {"mask": -1, "config": {"quantized_dtype": "w8a16"}}
 def rows(edit=lambda config: None) -> list[sweep.Row]:
     override = copy.deepcopy(TINY)
     edit(override)
-    return sweep.rows(sweep.load(BASE, override), BASE)
+    return sweep.rows(config.load(BASE, override), BASE)
 
 
 def block(**change):
@@ -25,7 +25,7 @@ def block(**change):
 
 
 def test_default_sweep_has_thirteen_rows():
-    found = sweep.rows(sweep.load(BASE, {}), BASE)
+    found = sweep.rows(config.load(BASE, {}), BASE)
     assert len(found) == 13
     assert {row.quant for row in found if row.strategy == "hf_export"} == {"fp16"}
 
@@ -225,7 +225,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(name):
     edit, expected = BAD[name]
-    with pytest.raises(sweep.ConfigError) as error:
+    with pytest.raises(config.ConfigError) as error:
         rows(edit)
     assert str(error.value).startswith(expected)
     assert "\n" not in str(error.value)
@@ -233,23 +233,23 @@ def test_bad_input_is_one_line(name):
 
 def test_an_empty_prompt_is_refused(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(sweep.ConfigError, match=r"empty\.txt is empty"):
+    with pytest.raises(config.ConfigError, match=r"empty\.txt is empty"):
         rows(set_at("programs/tiny_chat/text", str(tmp_path / "empty.txt")))
 
 
 def test_broken_yaml_is_one_line(tmp_path):
     (tmp_path / "a.yaml").write_text("sweep: [\n")
-    with pytest.raises(sweep.ConfigError, match=r"a\.yaml: is no YAML: ") as error:
-        sweep.override([tmp_path / "a.yaml"], "")
+    with pytest.raises(config.ConfigError, match=r"a\.yaml: is no YAML: ") as error:
+        config.override([tmp_path / "a.yaml"], "")
     assert "\n" not in str(error.value)
 
 
 def test_the_command_line_goes_over_files(tmp_path):
     (tmp_path / "a.yaml").write_text(json.dumps({"sweep": {"name": "a", "isolated": 3}}))
-    merged = sweep.override([tmp_path / "a.yaml"], '{"sweep": {"isolated": 5}}')
+    merged = config.override([tmp_path / "a.yaml"], '{"sweep": {"isolated": 5}}')
     assert merged == {"sweep": {"name": "a", "isolated": 5}}
 
 
 def test_an_architecture_without_a_cache_is_refused_while_planning():
-    with pytest.raises(sweep.ConfigError, match=r"sweep\.blocks\[0\]: model tiny: "):
+    with pytest.raises(config.ConfigError, match=r"sweep\.blocks\[0\]: model tiny: "):
         rows(set_at("models/tiny/source/config", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))

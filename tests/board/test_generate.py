@@ -27,16 +27,6 @@ STRATEGIES = ("cpu_managed", "dynamic_concat", "fixed_max_scatter", "fixed_max_b
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return tinyrow.Rows(tmp_path_factory.mktemp("generate"))
-
-
-@pytest.fixture(scope="module")
-def bundle(rows):
-    return rows.bundle(tinyrow.HOST)
-
-
-@pytest.fixture(scope="module")
 def text(bundle):
     return Bundle(bundle).text()
 

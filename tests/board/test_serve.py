@@ -25,16 +25,6 @@ HI = [{"role": "user", "content": "Hi"}]
 ROUTE = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    return tinyrow.Rows(tmp_path_factory.mktemp("serve"))
-
-
-@pytest.fixture(scope="module")
-def bundle(rows):
-    return rows.bundle(tinyrow.HOST)
-
-
 class Slow:
     """An engine that takes its time, and fails when told to."""
 

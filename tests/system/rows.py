@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import standin
+from board import rig
 from kvgate import agent_zip
 from kvgate import contract as c
 from kvgate.observe import Trace
@@ -76,23 +77,17 @@ class Row:
             files[path.name] = path
         self.session.push(files)
         return self.session.run(
-            {
-                "engine": self.engine,
-                "files": {name: hashlib.sha256(data).hexdigest() for name, data in names.items()},
-                "platform": "rk3576",
-                "custom_string": CUSTOM,
-                "contract_digest": CONTRACT.digest,
-                "mask": -1e4,
-                "programs": {"chat": {"histories": ["isolated", "forced", "free"]}},
-                "isolated": 2,
-                "core_mask": 0,
-                "clocks": "record",
-                "memory_bytes": 1 << 20,
-                "timing": {"warmup": 1, "steps": 4},
-                "seconds": {"load": 180, "step": 20},
-                "perf": True,
-                **job,
-            },
+            rig.job(
+                **{
+                    "engine": self.engine,
+                    "files": {name: hashlib.sha256(data).hexdigest() for name, data in names.items()},
+                    "custom_string": CUSTOM,
+                    "contract_digest": CONTRACT.digest,
+                    "timing": {"warmup": 1, "steps": 4},
+                    "seconds": {"load": 180, "step": 20},
+                    **job,
+                }
+            ),
             self.folder / "results",
         )
 

@@ -186,8 +186,10 @@ def test_a_python_without_numpy(server, row):
     assert why.findings[0]["kind"] == "python"
 
 
-def test_no_permission(server, row):
-    why = blocked(row(work="/root/kvgate" if os.getuid() == 0 else "/kvgate"), "Permission denied", again=False)
+def test_no_permission(server, row, tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    why = blocked(row(work=str(closed / "kvgate")), "Permission denied", again=False)
     assert why.findings[0]["kind"] == "permission"
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from kvgate import plan
+from kvgate.config import ConfigError, override
 
 BASE = Path(__file__).parents[2]
 STAGES = {
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         return _run(args)
-    except (plan.sweep.ConfigError, ValueError) as error:
+    except (ConfigError, ValueError) as error:
         print(f"kvgate {args.command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -92,9 +93,9 @@ def _run(args: argparse.Namespace) -> int:
         from kvgate import bench
 
         if args.board:
-            return bench.board(plan.Plan(args.base, plan.sweep.override(args.configfile, "")), args.results, args.board)
+            return bench.board(plan.Plan(args.base, override(args.configfile, "")), args.results, args.board)
         return bench.main(args.base, args.results)
-    planned = plan.Plan(args.base, plan.sweep.override(args.configfile, args.config))
+    planned = plan.Plan(args.base, override(args.configfile, args.config))
     if args.command == "audit":
         from kvgate import audit
 

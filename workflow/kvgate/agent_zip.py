@@ -18,10 +18,15 @@ _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip knows
 @cache
 def build(engine: str, strategy: str) -> bytes:
     """The zip with one engine and one strategy's host half (empty: none). Raises ValueError on an unknown one."""
+    return pack(digest.closure(f"{digest.PACKAGE}.{name}" for name in roots(engine, strategy)))
+
+
+def roots(engine: str, strategy: str) -> tuple[str, ...]:
+    """The modules that a board runs, below the package, without what they import. Raises ValueError."""
     if engine not in ENGINES:
         raise ValueError(f"engine: got {engine!r}, known: {', '.join(ENGINES)}")
-    halves = [f"{digest.PACKAGE}.strategies.{strategy}.host"] if strategy else []
-    return pack(digest.closure(["kvgate.board.agent", "kvgate.board.child", ENGINES[engine], *halves]))
+    halves = [f"strategies.{strategy}.host"] if strategy else []
+    return "board.agent", "board.child", ENGINES[engine].partition(".")[2], *halves
 
 
 def pack(modules: dict[str, Path]) -> bytes:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvgate import progress, record
+from kvgate.config import override
 from kvgate.plan import Plan
-from kvgate.sweep import override
 
 TODAY = ("hf_export_1024", "legacy_export_1024")  # config/bench.yaml
 _TOOLKIT = ("load", "build", "export", "init", "simulate")  # phases of the child that are the toolkit's own calls

@@ -39,7 +39,7 @@ def explain(evidence: Evidence) -> str:
 
 
 def remedy(evidence: Evidence) -> str:
-    """What removes the first rule's cause, where that was measured (README, the quality sweep); empty where not."""
+    """What to try against the first rule's cause; empty where nothing is known that helps. It may not be enough."""
     rule = next((rule for rule in RULES if rule(evidence)), None)
     if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
         return _BY_DTYPE.get(evidence.dtype, "")
@@ -55,7 +55,7 @@ _REMEDIES = {
 }
 _BY_DTYPE = {
     "w8a8": "weights `int8` (rotate, vrot, krot, qkv) and a mask of -100",
-    "w4a16": "weights `split` with quant w4a16_split2; at int4's size `gptq_g32` with w4a16_g32",
+    "w4a16": "weights `split` with quant w4a16_split2, twice the bytes",
     "w16a16i_dfp": "weights `int8`, a mask of -100, and many calibration texts",
 }
 

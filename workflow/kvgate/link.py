@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any, BinaryIO, cast
 
-from kvgate import drivers
+from kvgate import drivers, record
 from kvgate.board import wire
 
 BANNER = 1 << 16  # bytes that a login may print before the marker
@@ -75,20 +75,29 @@ sys.exit(3)
 """
 
 
-class Lost(Exception):
+class Trouble(Exception):
+    """A board could not do what it was asked. again: that says nothing of the row, the next run asks it again."""
+
+    again = False
+
+    def __init__(self, reason: str, kind: str) -> None:
+        super().__init__(reason)
+        self.reason, self.kind = reason, kind
+
+    def blocked(self, **facts: Any) -> record.Blocked:
+        """As the record of a stage."""
+        facts |= {"again": True} if self.again else {}
+        return record.Blocked(self.reason, [record.finding(self.kind, self.reason)], **facts)
+
+
+class Lost(Trouble):
     """The transport failed: nothing is known of the board but that. kind: connect, lost, timeout or garbled."""
 
-    def __init__(self, reason: str, kind: str) -> None:
-        super().__init__(reason)
-        self.reason, self.kind = reason, kind
+    again = True
 
 
-class Refused(Exception):
+class Refused(Trouble):
     """The board answered and cannot, or its answer is not to be taken (kind `answer`)."""
-
-    def __init__(self, reason: str, kind: str) -> None:
-        super().__init__(reason)
-        self.reason, self.kind = reason, kind
 
 
 @dataclass(frozen=True)

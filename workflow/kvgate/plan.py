@@ -15,7 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvgate import bundle, digest, sweep
+from kvgate import agent_zip, bundle, digest, sweep
+from kvgate.config import load
 from kvgate.contract import canonical
 from kvgate.job import record_path
 
@@ -68,11 +69,11 @@ class Node:
 
 
 class Plan:
-    """The jobs of a config's sweep, made when asked for and kept. Raises sweep.ConfigError."""
+    """The jobs of a config's sweep, made when asked for and kept. Raises config.ConfigError."""
 
     def __init__(self, base: Path, override: dict[str, Any]) -> None:
         self.base = base
-        self.config = sweep.load(base, override)
+        self.config = load(base, override)
         self.rows = sweep.rows(self.config, base)
         self.name: str = self.config["sweep"]["name"]
         self._nodes: dict[tuple[str, str], Node] = {}
@@ -166,7 +167,7 @@ class Plan:
     def _selftest(self, w: dict[str, str]) -> Node:
         board, config = self._board(w)
         inputs = {"probe": self.node("probe", {"platform": board["platform"]})}
-        return self._make("selftest", w, config, inputs, _on_board(board))
+        return self._make("selftest", w, config, inputs, _on_board(board, ""))
 
     def _run(self, w: dict[str, str]) -> Node:
         decode = w | {"part": "decode"}
@@ -178,7 +179,8 @@ class Plan:
             inputs["build"] = self.node("build", decode)
             config["mask"] = self.config["quants"][w["quant"]]["mask"]
         inputs |= self._traces(w) | {"selftest": self.node("selftest", w)}
-        return self._make("run", w, config, inputs, (*_on_board(board), self._host_half(w)))
+        module = self.config["strategies"][w["strategy"]]["module"]
+        return self._make("run", w, config, inputs, _on_board(board, module))
 
     def _board(self, w: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """A board's entry, and what its stages read of the config."""
@@ -312,10 +314,9 @@ def _change(part: str, planned: Any, recorded: Any) -> str:
     return part
 
 
-def _on_board(board: dict[str, Any]) -> tuple[str, ...]:
+def _on_board(board: dict[str, Any], strategy: str) -> tuple[str, ...]:
     """The modules that a board's stages run: the agent there, the driver here."""
-    engine = {"onnxruntime": "ort"}.get(board["engine"], board["engine"])
-    return "board.agent", "board.child", f"board.{engine}", f"drivers.{board['driver']}"
+    return *agent_zip.roots(board["engine"], strategy), f"drivers.{board['driver']}"
 
 
 def _names(stage: str) -> Iterator[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from kvgate import drivers, received, record
 from kvgate.board import wire
-from kvgate.link import Limits, Link, Lost, Refused
+from kvgate.link import Limits, Link, Lost, Refused, Trouble
 
-__all__ = ["Limits", "Lost", "Refused", "Session"]
+__all__ = ["Limits", "Lost", "Refused", "Session", "Trouble"]
 
 VERSION = 1  # of the frames' meaning
 _ENDED = "the agent was ended by"  # its last words when somebody on the board ends it: no fault of the row

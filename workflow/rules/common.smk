@@ -11,14 +11,15 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 if str(BASE / "workflow") not in sys.path:
     sys.path.insert(0, str(BASE / "workflow"))
 
-from kvgate import preflight, progress, sweep
+from kvgate import preflight, progress
+from kvgate.config import ConfigError
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
 from kvgate.plan import Plan, pack
 
 try:
     PLAN = Plan(BASE, config)
-except (sweep.ConfigError, ValueError) as error:
+except (ConfigError, ValueError) as error:
     sys.exit(f"kvgate: {error}")  # one line; a WorkflowError would add a trace
 
 

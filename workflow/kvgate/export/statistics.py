@@ -18,7 +18,6 @@ class Statistics:
     def __init__(self) -> None:
         self.gram: dict[str, Tensor] = {}
         self.peak: dict[str, Tensor] = {}
-        self.samples = 0
 
 
 def collect(model: nn.Module, spec: Spec, step: Step, texts: Iterable[Tensor]) -> Statistics:
@@ -34,7 +33,6 @@ def collect(model: nn.Module, spec: Spec, step: Step, texts: Iterable[Tensor]) -
                 known = name in found.gram
                 found.gram[name] = found.gram[name] + gram if known else gram
                 found.peak[name] = torch.maximum(found.peak[name], peak) if known else peak
-            found.samples += len(rows)
     return found
 
 

@@ -147,7 +147,7 @@ def _sentence(body: dict[str, Any]) -> str:
     first = body.get("first_layer")
     if first:
         text += f". First layer off by itself: {first['layer']} {first['tensor']}, median {percent(first['median'])}"
-    return text + (f". What removes it: {body['remedy']}" if body.get("remedy") else "")
+    return text + (f". What to try: {body['remedy']}" if body.get("remedy") else "")
 
 
 def _page(body: dict[str, Any], picture: bytes) -> str:

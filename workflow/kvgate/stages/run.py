@@ -19,7 +19,7 @@ from kvgate import agent_zip, received, record
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import spread
-from kvgate.session import Lost, Refused, Session
+from kvgate.session import Refused, Session, Trouble
 
 LOAD = 120.0  # seconds for a board to load an artifact
 CORES = {"auto": 0, "0": 1, "1": 2, "2": 4, "0_1": 3, "0_1_2": 7, "all": 0xFFFF}  # the runtime's masks
@@ -53,18 +53,15 @@ def run(job: Job) -> dict[str, Any]:
             trace = job.inputs[f"trace.{name}"].with_name("trace.npz")
             steps = _steps(trace, job.config["isolated"], asked.contract.cache.capacity)
             received.observations(path, asked.contract, {x: steps[x] for x in program["histories"]})
-    except Lost as why:
-        raise record.Blocked(why.reason, [record.finding(why.kind, why.reason)], **facts, again=True) from None
-    except Refused as why:
-        raise record.Blocked(why.reason, [record.finding(why.kind, why.reason)], **facts) from None
+    except Trouble as why:
+        raise why.blocked(**facts) from None
     except received.Bad as why:
         raise record.Blocked(str(why), [record.finding("answer", str(why))], **facts) from None
     else:
         files = _accept(job, status["files"])
     finally:
         shutil.rmtree(job.folder / _ARRIVING, ignore_errors=True)
-    selftest = {"selftest": record.sha256(job.inputs["selftest"])} if "selftest" in job.inputs else {}
-    return {**facts, **_body(status), **selftest, "files": files}
+    return {**facts, **_body(status), "files": files}
 
 
 def _talk(job: Job, asked: Request) -> dict[str, Any]:
@@ -79,10 +76,10 @@ def _talk(job: Job, asked: Request) -> dict[str, Any]:
             clock.lap("start")
             side["hello"] = session.hello
             able(session.hello, board["engine"])
-            session.push(asked.files, _say)
+            session.push(asked.files, say)
             clock.lap("files")
             side["sent_bytes"] = session.sent
-            status = session.run(asked.job, job.folder / _ARRIVING, _say, room)
+            status = session.run(asked.job, job.folder / _ARRIVING, say, room)
             clock.lap("run")
             side["stderr"] = status["stderr_tail"]
             return status
@@ -175,5 +172,5 @@ def _accept(job: Job, digests: Mapping[str, str]) -> dict[str, str]:
     return files
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr)

@@ -4,15 +4,14 @@ Reads the probes' folders. Writes selftest.json, and beside it {probe}/outputs.n
 """
 
 import shutil
-import sys
 from typing import Any
 
 import numpy as np
 
 from kvgate import agent_zip, received, record, selftests
 from kvgate.job import Job
-from kvgate.session import Lost, Refused, Session
-from kvgate.stages.run import CORES, LOAD, able
+from kvgate.session import Session, Trouble
+from kvgate.stages.run import CORES, LOAD, able, say
 
 _OUTPUTS = "outputs.npz"
 _ROOM = 64 << 20  # bytes that may come back
@@ -33,9 +32,8 @@ def run(job: Job) -> dict[str, Any]:
                 tests[probe.name], facts = _test(job, probe, session)
                 if (job.folder / probe.name / _OUTPUTS).exists():
                     files[f"{probe.name}/{_OUTPUTS}"] = record.sha256(job.folder / probe.name / _OUTPUTS)
-    except (Lost, Refused) as why:
-        again = {"again": True} if isinstance(why, Lost) else {}
-        raise record.Blocked(why.reason, [record.finding(why.kind, why.reason)], **again) from None
+    except Trouble as why:
+        raise why.blocked() from None
     wrong = [text for lines in tests.values() for text in lines]
     return {"passed": not wrong, "reason": wrong[0] if wrong else "", "tests": tests, "files": files, **facts}
 
@@ -60,8 +58,8 @@ def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str]
         "seconds": {"load": LOAD, "step": limits["step_seconds"]},
         "perf": False,
     }
-    session.push({sha: folder / name for name, sha in names.items()}, _say)
-    status = session.run(request, job.folder / probe.name, _say, _ROOM, expected=())
+    session.push({sha: folder / name for name, sha in names.items()}, say)
+    status = session.run(request, job.folder / probe.name, say, _ROOM, expected=())
     facts = {name: status[name] for name in ("environment", "versions")}
     if not status["ok"]:
         return [f"{probe.name}: {status['reason']}"], facts
@@ -72,7 +70,3 @@ def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str]
         return [f"{probe.name}: {why}"], facts
     with np.load(path, allow_pickle=False) as outputs:
         return selftests.differences(probe, dict(outputs)), facts
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
