@@ -71,7 +71,7 @@ def endless(job: Job) -> Job:
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Acts as soon as a job is at its timing."""
     timing = threading.Event()
-    monkeypatch.setattr(run, "_say", lambda text: timing.set() if text.startswith("timing") else None)
+    monkeypatch.setattr(run, "say", lambda text: timing.set() if text.startswith("timing") else None)
 
     @contextmanager
     def acting(act: Callable[[], None]) -> Iterator[None]:
