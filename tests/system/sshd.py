@@ -37,7 +37,6 @@ class Server:
     user: str
     port: int = 0
     process: Any = None
-    base: Path = Path()  # what `python` runs
     ids: list[int] = field(default_factory=list)  # uid and gid where this is not the tests' own user
 
     @property
@@ -171,19 +170,31 @@ def serving() -> Iterator[Server]:
 
 
 def _python(server: Server) -> None:
-    """A Python that the far side's user can run: the tests' own may lie in a closed folder. Else skips."""
+    """A Python that the far side's user can run: the tests' own, through links where it lies in a closed folder."""
     name, source = f"python3.{sys.version_info[1]}", Path(np.__file__).parents[1]
+    own = Path(sys.base_prefix)
     for package in ("numpy", "numpy.libs", "onnxruntime"):
-        ignore = shutil.ignore_patterns("__pycache__", "tests")
-        shutil.copytree(source / package, server.folder / "site" / package, ignore=ignore, copy_function=_link)
-    for folder in (Path(sys.base_prefix, "bin"), Path("/usr/local/bin"), Path("/usr/bin")):
-        server.python.write_text(f'#!/bin/sh\nPYTHONPATH="{server.folder / "site"}" exec {folder / name} "$@"\n')
-        server.python.chmod(0o755)
-        with contextlib.suppress(subprocess.CalledProcessError):
-            server.run(str(server.python), "-c", "import numpy, onnxruntime")
-            server.base = folder / name
-            return
-    pytest.skip(f"no {name} that another user can run: {sys.base_prefix} is closed to others")
+        _tree(source / package, server.folder / "site" / package)
+    try:
+        server.run("sh", "-c", f"{own / 'bin' / name} -c ''")  # by a shell: setpriv itself still has root's rights
+    except subprocess.CalledProcessError:
+        _tree(own / "lib" / name, server.folder / "base/lib" / name)
+        (server.folder / "base/bin").mkdir()
+        _link(str(own / "bin" / name), str(server.folder / "base/bin" / name))
+        for library in (own / "lib").glob("libpython3*.so*"):
+            _link(str(library), str(server.folder / "base/lib" / library.name))
+        own = server.folder / "base"
+    server.python.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH="{server.folder / "site"}" LD_LIBRARY_PATH="{own / "lib"}"\n'
+        f'exec {own / "bin" / name} "$@"\n'
+    )
+    server.python.chmod(0o755)
+    server.run(str(server.python), "-c", "import numpy, onnxruntime")
+
+
+def _tree(source: Path, target: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__", "tests", "test", "site-packages", "config-*")
+    shutil.copytree(source, target, ignore=ignore, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:

@@ -180,7 +180,7 @@ def test_no_python(server, row):
 
 def test_a_python_without_numpy(server, row):
     script = server.folder / "bare"
-    script.write_text(f'#!/bin/sh\nexec {server.base} -S "$@"\n')
+    script.write_text(f'#!/bin/sh\nexec {server.python} -E -S "$@"\n')
     script.chmod(0o755)
     why = blocked(row(python=str(script)), "has no numpy", again=False)
     assert why.findings[0]["kind"] == "python"
