@@ -33,14 +33,18 @@ class Attention(nn.Module):
         joint = hidden_states @ self.qkv  # [1, 1, Hk * D * (g + 2)]
         if self.bias is not None:
             joint = joint + self.bias
-        q, k, v = self._whole_norm(joint) if layer.norm == "all" else self._columns(joint)
+        q, k, v = self.columns(joint)
         keys, values = step.update(layer.index, k, v)  # [Hk, D, 1, S]
-        out = self._project(self._attend(q, keys, values, step.masks[layer.index]))
+        out = self.project(self.attend(q, keys, values, step.masks[layer.index]))
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def columns(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [Hk, D, 1, g], k and v [Hk, D, 1, 1], normed and rotated, of the joint product [1, 1, columns]."""
+        return self._whole_norm(joint) if self.layer.norm == "all" else self._split(joint)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """[Hk, D, 1, g] of q [Hk, D, 1, g] over keys and values [Hk, D, 1, S], mask [1, S]."""
         cap = self.layer.softcap
         if cap is None:
@@ -51,8 +55,7 @@ class Attention(nn.Module):
         weights = torch.softmax(torch.tanh(scores / cap) * cap + mask.reshape(1, 1, -1, 1), dim=2)
         return (values.permute(0, 2, 1, 3) @ weights).permute(0, 2, 1, 3)
 
-    def _columns(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [Hk, D, 1, g], k and v [Hk, D, 1, 1]."""
+    def _split(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = self.layer
         columns = joint.reshape(layer.kv_heads, layer.key_size, 1, self.groups + 2)
         if layer.rotation is None and not layer.norm:
@@ -85,12 +88,17 @@ class Attention(nn.Module):
         matrix = self.step.rotations[self.layer.rotation].permute(0, 2, 3, 1)  # [1, 1, D(out), D(in)]
         return (matrix @ columns.permute(0, 2, 1, 3)).permute(0, 2, 1, 3)
 
-    def _project(self, attended: Tensor) -> Tensor:
-        """[Hk, D, 1, g] -> [1, 1, C]. One KV head: as a convolution, else the reshape turns into two of them."""
+    def project(self, attended: Tensor) -> Tensor:
+        """[T, Hk, D, 1, g], or [Hk, D, 1, g] of one token, -> [1, T, C].
+
+        One KV head: as a convolution, else the reshape turns into two of them.
+        """
+        tokens = attended.shape[0] if attended.dim() == 5 else 1
         if self.layer.kernel:
-            out = nn.functional.conv2d(attended, self.out, self.out_bias)
-            return out.reshape(1, 1, -1)
-        out = attended.reshape(1, 1, -1) @ self.out
+            images = attended.flatten(0, 1) if attended.dim() == 5 else attended
+            out = nn.functional.conv2d(images, self.out, self.out_bias)
+            return out.reshape(1, tokens, -1)
+        out = attended.reshape(1, tokens, -1) @ self.out
         return out if self.out_bias is None else out + self.out_bias
 
 

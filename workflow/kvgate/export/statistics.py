@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kvgate.export import equality, surgery
+from kvgate.export import equality, surgery, whole
 from kvgate.export.seams import Step
 from kvgate.export.spec import Spec
 
@@ -26,7 +26,7 @@ def collect(model: nn.Module, spec: Spec, step: Step, texts: Iterable[Tensor]) -
     with torch.no_grad():
         for rows in texts:
             with _Watch(model) as watch:
-                equality.decode(model, spec, step, rows)
+                (whole.run if spec.form == "recipe" else equality.decode)(model, spec, step, rows)
             for name, read in watch.read.items():
                 x, peak = torch.cat(read), watch.peak[name]
                 gram = x.T @ x  # of a whole text at once: a row at a time costs more than the model itself
@@ -42,7 +42,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(t): name for name, t in surgery.state(model).items() if t.dim() == 2}
-        self.read: dict[str, list[Tensor]] = {}  # rows [1, in]
+        self.read: dict[str, list[Tensor]] = {}  # rows [.., in]
         self.peak: dict[str, Tensor] = {}
 
     def __torch_function__(
