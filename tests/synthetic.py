@@ -119,7 +119,7 @@ class Results:
         with observed.open("wb") as file:
             np.savez(file, **seen)
         inputs = {f"trace.{p}": self.path("trace", program=p) for p in self.programs}
-        inputs |= {"export": self.path("export"), "observed": self.path("build")}
+        inputs |= {"export": self.path("export"), "observed": self.path("build"), "build": self.path("build")}
         job = Job("verify", self.row, {"programs": self.programs}, inputs, self.root)
         body = {"status": "ok", **verify.run(job)}
         record.write(job.record, body)

@@ -66,6 +66,58 @@ def test_refusals_while_choosing(texts: dict, count: int, line: str) -> None:
         calibration.choose(texts, 8, count)
 
 
+def test_drawn_texts_are_sampled_where_they_are_drawn() -> None:
+    found = ids(15, 128)
+    drawn = {"t12": 16, "t13": 16, "t14": 16}
+    samples = calibration.choose(found, 128, 64, drawn)
+    of = {t: [s.position for s in samples if s.text == t] for t in found}
+    assert all(len(of[t]) >= 3 and min(of[t]) >= 16 for t in drawn)
+    assert max(map(len, of.values())) - min(map(len, of.values())) <= 1
+    assert max(max(of[t]) - min(of[t]) for t in drawn) > 64  # spread, not at one end
+    positions = [s.position for s in samples]
+    assert positions[0] == 0 and positions[-1] == 127 and max(np.diff(positions)) <= 4
+    assert min(of["t0"] + of["t1"]) < 16
+    plain = calibration.choose(found, 128, 400)
+    assert any(s.text in drawn and s.position < 16 for s in plain)  # what is not known to be drawn is a text
+
+
+def test_few_samples_take_drawn_texts_first() -> None:
+    samples = calibration.choose(ids(9, 32), 32, 4, {"t7": 8, "t8": 8})
+    assert {"t7", "t8"} < {s.text for s in samples} and samples[0].position == 0
+
+
+def test_a_drawn_text_is_not_left_out_in_silence() -> None:
+    with pytest.raises(record.Blocked, match="text t8: got none of 2 samples from its first drawn position 8 on"):
+        calibration.choose(ids(9, 32), 32, 2, {"t7": 8, "t8": 8})
+
+
+def test_only_drawn_texts_still_cover_the_first_position() -> None:
+    samples = calibration.choose(ids(2, 16), 16, 12, {"t0": 4, "t1": 6})
+    assert samples[0].position == 0 and [s.position for s in samples][-1] == 15
+
+
+def test_which_texts_are_drawn_is_read_from_their_traces(tmp_path: Path) -> None:
+    kv = [np.zeros((6, 1, 2), np.float32)]
+    for name, prompt in (("a", 6), ("b", 2)):
+        Trace(np.arange(6), prompt, False, (), kv, kv).save(str(tmp_path / name))
+    found, drawn = calibration.tokens({name: tmp_path / name for name in "ab"})
+    assert drawn == {"b": 2} and found["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_text_that_a_program_verifies_is_refused_by_its_tokens() -> None:
+    texts, verified = ids(2, 20), {"p": ids(1, 30, seed=9)["t0"]}
+    calibration.refuse_verified(texts, {}, verified, 16)
+    texts["t1"][:16] = verified["p"][:16]
+    line = "calibration text t1: got the first 16 tokens of program p, allowed: another text"
+    with pytest.raises(record.Blocked, match=line):
+        calibration.refuse_verified(texts, {}, verified, 16)
+    calibration.refuse_verified(texts, {}, verified, 17)  # the seventeenth differs
+    with pytest.raises(record.Blocked, match="got the first 10 tokens of program p"):
+        calibration.refuse_verified(texts, {"t1": 10}, verified, 17)  # but what it was drawn after does not
+    with pytest.raises(record.Blocked, match="got the first 5 tokens of program p"):
+        calibration.refuse_verified(texts, {}, {"p": verified["p"][:5]}, 16)
+
+
 def test_digest_is_of_content() -> None:
     samples = [Sample("a", 0), Sample("b", 5)]
     digest = calibration.digest(samples, {"a": "1", "b": "2"})
@@ -126,6 +178,19 @@ def test_nan_and_infinity_are_refused_by_name(tmp_path: Path, bad: float) -> Non
     trace.save(str(world.traces["b"]))
     world.write(tmp_path, Sample("b", 2))  # not reached yet
     with pytest.raises(record.Blocked, match=r"sample \(b, 3\), input 'value.1': got NaN or infinity"):
+        world.write(tmp_path, Sample("a", 0), Sample("b", 3))
+
+
+def test_what_float16_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    trace = Trace.load(str(world.traces["b"]))
+    trace.keys[1][2, 1, 3] = -65504
+    trace.save(str(world.traces["b"]))
+    world.write(tmp_path, Sample("b", 3))
+    trace.keys[1][2, 1, 3] = -70000
+    trace.save(str(world.traces["b"]))
+    line = r"sample \(b, 3\), input 'key.1': got 7e\+04, allowed: at most 65504 \(float16\)"
+    with pytest.raises(record.Blocked, match=line):
         world.write(tmp_path, Sample("a", 0), Sample("b", 3))
 
 

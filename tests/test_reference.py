@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -153,3 +156,61 @@ def test_the_same_bytes_again(model, tmp_path):
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
     again = observe.Trace.load(str(tmp_path / "a.npz"))
     assert again.prompt == 5 and again.keys[1].shape == (9, 2, 8)
+
+
+ENDS = (7, 211)
+DRAW = """
+import sys, torch
+from pathlib import Path
+from kvgate import reference
+torch.manual_seed(int(sys.argv[2]))
+torch.set_num_threads(1)
+print(*reference.draw(reference.load(Path(sys.argv[1])), [5, 200, 17, 17, 90], 40, (7, 211)))
+"""
+
+
+def test_the_same_ids_are_drawn_in_every_process(folder):
+    """Whatever was drawn there before."""
+
+    def there(seed):
+        done = subprocess.run([sys.executable, "-c", DRAW, str(folder), seed], capture_output=True, text=True)
+        return [int(x) for x in done.stdout.split()]
+
+    one = there("1")
+    assert len(one) == 40 and one == there("2")
+
+
+def test_drawn_ids_follow_from_the_prompt_and_leave_no_trace(model):
+    state = torch.random.get_rng_state()
+    config = model.generation_config
+    first = reference.draw(model, PROMPT, 40, ENDS)
+    assert first == reference.draw(model, PROMPT, 40, ENDS) != reference.draw(model, [*PROMPT, 3], 40, ENDS)
+    assert first[:10] == reference.draw(model, PROMPT, 10, ENDS)
+    assert torch.equal(state, torch.random.get_rng_state()) and model.generation_config is config
+    assert first != reference.trace(model, PROMPT, new=40).tokens[5:].tolist()  # drawn, not greedy
+
+
+def test_an_end_is_never_drawn_and_the_checkpoint_s_own_settings_do_not_count(model):
+    found = reference.draw(model, PROMPT, 50)
+    ends = sorted(set(found))[:3]  # drawn as long as they may be
+    other = reference.draw(model, PROMPT, 50, ends)
+    assert len(other) == 50 and not set(other) & set(ends)
+    model.generation_config.update(eos_token_id=found[3], repetition_penalty=50.0, top_p=0.01, do_sample=False)
+    try:
+        assert reference.draw(model, PROMPT, 50) == found
+    finally:
+        model.generation_config = type(model.generation_config)()
+
+
+def test_only_the_fifty_likeliest_are_drawn(model):
+    found = reference.draw(model, PROMPT, 30)
+    scores = reference.trace(model, [*PROMPT, *found]).logits
+    ranks = [int((scores[4 + n] > scores[4 + n][token]).sum()) for n, token in enumerate(found)]
+    assert 10 < max(ranks) < reference.TOP_K
+
+
+def test_a_model_of_nan_draws_nothing():
+    broken = made(model_type="llama", num_key_value_heads=2, intermediate_size=48)
+    broken.lm_head.weight.data[:] = float("nan")
+    with pytest.raises(FloatingPointError, match="got NaN or infinite logits"):
+        reference.draw(broken, PROMPT, 5)

@@ -145,6 +145,53 @@ BAD = {
         set_at("programs/tiny_calibration_b/text", "tests/texts/fill.txt"),
         "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
     ),
+    "a calibration text that says what is verified, in other lines": (
+        lambda c: c["programs"]["tiny_calibration_b"].update(text="{tmp}/again.txt"),
+        "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
+    ),
+    "a calibration text that begins with what is verified": (
+        lambda c: c["programs"]["tiny_calibration_b"].update(text="{tmp}/longer.txt"),
+        "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
+    ),
+    "a prompt to draw on from what is verified": (
+        lambda c: c["programs"]["tiny_calibration_b"].update(text="{tmp}/start.txt", generated=24),
+        "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
+    ),
+    "everything drawn": (
+        set_at("programs/tiny_calibration_a/generated", 32),
+        "programs.tiny_calibration_a.generated: got 32, allowed: below its 32 tokens",
+    ),
+    "less than nothing drawn": (
+        set_at("programs/tiny_calibration_a/generated", -1),
+        "programs.tiny_calibration_a.generated: got -1, allowed: at least 0",
+    ),
+    "a drawn text that is verified": (
+        set_at("programs/tiny_fill/generated", 8),
+        "programs.tiny_fill.generated: got 8 on kind text, allowed: on kind calibration only",
+    ),
+    "a text too short to draw on": (
+        lambda c: c["programs"]["tiny_calibration_a"].update(text="tests/texts/hi.txt", generated=20),
+        "programs.tiny_calibration_a.text: got 3 bytes, too short for 12 tokens",
+    ),
+    "drawn tokens beyond the capacity": (
+        lambda c: c["programs"]["tiny_calibration_a"].update(tokens=40, generated=8),
+        "programs.tiny_calibration_a.generated: got 8 of 40 tokens, none of them within the capacity 32 of strategy ",
+    ),
+    "more samples than text and drawn positions": (
+        lambda c: (
+            set_at("calibration/samples", 57)(c),
+            c["programs"]["tiny_calibration_a"].update(generated=24),
+        ),
+        "calibration.samples: got 57, allowed: at most 56 positions",
+    ),
+    "a calibration text above the model's context": (
+        lambda c: c["programs"]["tiny_calibration_a"].update(generated=60, tokens=65),
+        "sweep.blocks[0]: program tiny_calibration_a has 65 tokens, model tiny takes at most 64 tokens",
+    ),
+    "a text above the model's context": (
+        lambda c: c["programs"]["tiny_fill"].update(tokens=65, text="{tmp}/longer.txt"),
+        "sweep.blocks[0]: program tiny_fill has 65 tokens, model tiny takes at most 64 tokens",
+    ),
     "short calibration text": (
         set_at("programs/tiny_calibration_a/text", "tests/texts/hi.txt"),
         "programs.tiny_calibration_a.text: got 3 bytes, too short for 32 tokens",
@@ -223,12 +270,41 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line(name):
+def test_bad_input_is_one_line(name, tmp_path):
     edit, expected = BAD[name]
+    fill = (BASE / "tests/texts/fill.txt").read_text()
+    (tmp_path / "again.txt").write_text(fill.replace(" ", "\n") + "\n")
+    (tmp_path / "longer.txt").write_text(fill + " And more of it.")
+    (tmp_path / "start.txt").write_text(fill[:20])
+
+    def placed(c):
+        edit(c)
+        for program in c["programs"].values():
+            program["text"] = program["text"].replace("{tmp}", str(tmp_path))
+
     with pytest.raises(config.ConfigError) as error:
-        rows(edit)
+        rows(placed)
     assert str(error.value).startswith(expected)
     assert "\n" not in str(error.value)
+
+
+def test_what_just_fits():
+    def edit(c):
+        c["programs"]["tiny_calibration_a"].update(tokens=64, generated=48)
+        c["calibration"]["samples"] = 48
+
+    assert len(rows(edit)) == 4
+    with pytest.raises(config.ConfigError, match="allowed: at most 48 positions"):
+        rows(lambda c: (edit(c), set_at("calibration/samples", 49)(c)))
+
+
+def test_a_text_may_begin_with_a_prompt_s_word(tmp_path):
+    prompt = (BASE / "tests/texts/hi.txt").read_text().strip()
+    (tmp_path / "a.txt").write_text(f"{prompt} is what they say to each other in the hills.")
+    rows(set_at("programs/tiny_calibration_a/text", str(tmp_path / "a.txt")))
+    (tmp_path / "a.txt").write_text(f"{prompt} \n")
+    with pytest.raises(config.ConfigError, match="has the text of program tiny_chat"):
+        rows(lambda c: c["programs"]["tiny_calibration_a"].update(text=str(tmp_path / "a.txt"), generated=30))
 
 
 def test_an_empty_prompt_is_refused(tmp_path):

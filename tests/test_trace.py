@@ -145,3 +145,36 @@ def test_another_model_another_trace(results, tmp_path):
     fetched(other, random_source() | {"seed": 4})
     one, two = (traced(x, "Hi", tmp_path, **CHAT)[0]["files"] for x in (results, other))
     assert one != two
+
+
+PROSE = "A plain text of some length, and then some more."
+
+
+def test_drawn_tokens_are_frozen_and_the_record_says_which(results, tokenizer, tmp_path):
+    body, path = traced(results, PROSE, tmp_path, kind="calibration", tokens=48, generated=32)
+    found = Trace.load(str(path))
+    assert body["tokens"] == found.tokens.tolist() and len(body["tokens"]) == 48
+    assert body["prompt"] == found.prompt == 16 and tokenizer.decode(body["tokens"][:16]) == PROSE[:16]
+    seed = reference.seed(body["tokens"][:16])
+    assert body["drawn"] == {"first": 16, "count": 32, "seed": seed, "temperature": 1.0, "top_k": 50}
+    assert not set(body["tokens"][16:]) & set(body["end_ids"]) and not body["ended"]
+    assert body["text"] == tokenizer.decode(body["tokens"][16:]) and found.logits is None
+    model = reference.load(results / "models/tiny/checkpoint")
+    _, keys, _ = reference.whole(model, body["tokens"])
+    np.testing.assert_allclose(found.keys[1], keys[1], atol=1e-6)
+    assert traced(results, PROSE, tmp_path, kind="calibration", tokens=48, generated=32)[0] == body
+    assert traced(results, PROSE, tmp_path, kind="calibration", tokens=48)[0]["drawn"] is None
+
+
+def test_drawn_tokens_beyond_the_context_are_refused_before_they_are_drawn(results, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "draw", None)
+    wrong = {"kind": "calibration", "tokens": 65, "generated": 60}
+    assert "text: got 65 tokens, allowed: at most 64" in blocked(results, PROSE, tmp_path, **wrong)
+
+
+def test_a_model_that_draws_nothing_is_blocked(results, tmp_path, monkeypatch):
+    def nothing(*args):
+        raise FloatingPointError("drawn tokens: got NaN")
+
+    monkeypatch.setattr(reference, "draw", nothing)
+    assert blocked(results, PROSE, tmp_path, kind="calibration", tokens=30, generated=20) == "drawn tokens: got NaN"

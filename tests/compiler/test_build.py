@@ -135,6 +135,50 @@ def test_w8a8_and_its_mask(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_calibration_holds_its_own_samples_or_is_said_to_saturate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The toolkit's ranges are those of the samples; narrower ones, as if it had clipped, are a finding."""
+    job = tinygraph.prepare(tmp_path, W8A8)
+    body = build.run(job)
+    tensors = [f"{role}.{layer}" for layer in range(tinygraph.LAYERS) for role in ("key", "value")]
+    assert body["calibration"]["outside"] == dict.fromkeys([*tensors, *(f"{t}.out" for t in tensors)], 0.0)
+    assert not [f for f in body["findings"] if f["kind"] == "saturated"]
+    whole = build._boundary
+
+    def narrow(built: artifact.Artifact) -> dict[str, Any]:
+        made = whole(built)
+        for t in made["inputs"]:
+            if t["name"] == "value.1":
+                t |= {"low": t["low"] / 4, "high": t["high"] / 4}
+        return made
+
+    monkeypatch.setattr(build, "_boundary", narrow)
+    again = build.run(job)  # linked back from the store
+    (found,) = [f for f in again["findings"] if f["kind"] == "saturated"]
+    assert found["tensor"] == "value.1" and found["share"] == again["calibration"]["outside"]["value.1"] > 0.05
+    assert found["text"].startswith("calibration: value.1 saturates: ") and found["text"].endswith("try more samples")
+
+
+def test_a_calibration_by_what_is_verified_is_refused(tmp_path: Path) -> None:
+    job = tinygraph.prepare(tmp_path, W8A8)
+    drawn, verified = (job.inputs[x].with_name("trace.npz") for x in ("calibration.b", "trace.text"))
+    text, program = Trace.load(str(drawn)), Trace.load(str(verified))
+    tokens = np.concatenate([program.tokens[:6], text.tokens[6:]])
+    replace(text, tokens=tokens, prompt=6).save(str(drawn))  # another text, but for what it was drawn after
+    blocked(job, "calibration text b: got the first 6 tokens of program text, allowed: another text")
+
+
+def test_a_calibration_beyond_float16_is_refused(tmp_path: Path) -> None:
+    job = tinygraph.prepare(tmp_path, W8A8)
+    path = job.inputs["calibration.a"].with_name("trace.npz")
+    trace = Trace.load(str(path))
+    trace.values[0][0] = 1e5
+    trace.save(str(path))
+    blocked(job, r"calibration: sample \(a, \d+\), input 'value.0': got 1e\+05, allowed: at most 65504 \(float16\)")
+
+
+@pytest.mark.slow
 def test_hybrid_quantization(tmp_path: Path) -> None:
     body = build.run(tinygraph.prepare(tmp_path / "a", {**W8A8, "hybrid": {"*sdpa*": "float16"}}))
     assert body["operators"]["exDataConvert@NPU"] > 0

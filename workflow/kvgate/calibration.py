@@ -15,6 +15,7 @@ from kvgate.observe import Trace, spread
 from kvgate.strategies.host import Array, Host
 
 LIST = "dataset.txt"
+LARGEST = 65504.0  # float16, what the NPU computes in where it is not integers
 
 
 @dataclass(frozen=True)
@@ -23,30 +24,54 @@ class Sample:
     position: int
 
 
-def tokens(traces: Mapping[str, Path]) -> dict[str, Array]:
-    """The token ids [T] of each text's trace.npz."""
-    found = {}
+def tokens(traces: Mapping[str, Path]) -> tuple[dict[str, Array], dict[str, int]]:
+    """The token ids [T] of each text's trace.npz, and the first drawn position of each that the model drew on."""
+    found, drawn = {}, {}
     for text, path in traces.items():
         with np.load(path) as file:
             found[text] = file["tokens"]
-    return found
+            if file["prompt"] < len(found[text]):
+                drawn[text] = int(file["prompt"])
+    return found, drawn
 
 
-def choose(texts: Mapping[str, Array], capacity: int, count: int) -> list[Sample]:
+def refuse_verified(
+    texts: Mapping[str, Array], drawn: Mapping[str, int], verified: Mapping[str, Array], capacity: int
+) -> None:
+    """Raises Blocked where a text, or what another was drawn after, is a program's as far as both go and fit.
+
+    texts, verified: token ids [T] by text and by program. A calibration that has seen what is verified flatters it.
+    """
+    for text, ids in texts.items():
+        given = ids[: drawn.get(text, len(ids))]
+        for program, theirs in verified.items():
+            shared = min(len(given), len(theirs), capacity)
+            if np.array_equal(given[:shared], theirs[:shared]):
+                got = f"got the first {shared} tokens of program {program}"
+                raise record.Blocked(f"calibration text {text}: {got}, allowed: another text")
+
+
+def choose(
+    texts: Mapping[str, Array], capacity: int, count: int, drawn: Mapping[str, int] | None = None
+) -> list[Sample]:
     """`count` samples: positions evenly spread over 0..capacity-1, first and last among them, texts equally often.
 
-    texts: token ids [T] by text. Two texts that begin alike are one sample as far as they do. Raises Blocked where
-    there are no texts, one is shorter than the capacity, or there are fewer different positions than samples.
+    texts: token ids [T] by text. drawn: of those that the model drew on, the first drawn position: only from there on
+    are they sampled, before it they are a text like others. Two texts that begin alike are one sample as far as they
+    do. Raises Blocked where there are no texts, one is shorter than the capacity, there are fewer different positions
+    than samples, or a drawn text would be left out.
     """
+    drawn = drawn or {}
     if not texts:
         raise record.Blocked("calibration: got no texts, allowed: at least one")
     for text, ids in texts.items():
         if len(ids) < capacity:
             raise record.Blocked(f"calibration text {text}: got {len(ids)} tokens, allowed: at least {capacity}")
     different: list[dict[bytes, str]] = [{} for _ in range(capacity)]  # per position: text by prefix
-    for text, ids in texts.items():
-        for position in range(capacity):
-            different[position].setdefault(ids[: position + 1].tobytes(), text)
+    for position, found in enumerate(different):
+        # Where every text is a drawn one, what they were drawn after is all that there is.
+        for text in [t for t in texts if position >= drawn.get(t, 0)] or texts:
+            found.setdefault(texts[text][: position + 1].tobytes(), text)
     slots = [position for position, found in enumerate(different) for _ in found]
     if not 1 <= count <= len(slots):
         raise record.Blocked(f"calibration: got {count} samples, allowed: 1 to {len(slots)} different (text, position)")
@@ -54,9 +79,16 @@ def choose(texts: Mapping[str, Array], capacity: int, count: int) -> list[Sample
     samples: list[Sample] = []
     for position in (slots[at] for at in spread(count, len(slots))):
         taken = {s.text for s in samples[-len(texts) :] if s.position == position}
-        text = min((t for t in different[position].values() if t not in taken), key=lambda t: used[t])
+        free = (t for t in different[position].values() if t not in taken)
+        text = min(free, key=lambda t: (used[t], t not in drawn))
         used[text] += 1
         samples.append(Sample(text, position))
+    for text, first in drawn.items():
+        if not any(s.text == text and s.position >= first for s in samples):
+            raise record.Blocked(
+                f"calibration text {text}: got none of {count} samples from its first drawn position {first} on, "
+                "allowed: more samples, or fewer such texts"
+            )
     return samples
 
 
@@ -69,8 +101,8 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
     """Write one .npy an input and sample (contract order, the graph's shapes and dtypes) and the list of them.
 
     traces: each text's trace.npz. Holds one sample in memory at a time. Paths in the list are relative to it, as the
-    toolkit cannot read a path with a space. Raises Blocked on a full disk, identical samples, NaN, infinity, and a
-    shape or dtype that is not the contract's.
+    toolkit cannot read a path with a space. Raises Blocked on a full disk, identical samples, NaN, infinity, what
+    float16 cannot hold, and a shape or dtype that is not the contract's.
     """
     size = sum(int(np.prod(t.shape)) * np.dtype(t.dtype).itemsize for t in contract.inputs)
     need, free = len(samples) * size, shutil.disk_usage(folder).free
@@ -105,6 +137,9 @@ def _feeds(contract: Contract, host: Host, trace: Trace, sample: Sample) -> dict
             raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: got NaN or infinity")
+        if array.dtype.kind == "f" and (peak := float(np.abs(array).max())) > LARGEST:
+            got = f"got {peak:.4g}, allowed: at most {LARGEST:g} (float16)"
+            raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
     return feeds
 
 

@@ -41,6 +41,8 @@ def explain(evidence: Evidence) -> str:
 def remedy(evidence: Evidence) -> str:
     """What to try against the first rule's cause; empty where nothing is known that helps. It may not be enough."""
     rule = next((rule for rule in RULES if rule(evidence)), None)
+    if rule is not_covered and clipped(evidence):
+        return "quantized_algorithm normal in the quant's config, or more samples"
     if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
         return _BY_DTYPE.get(evidence.dtype, "")
     return _REMEDIES.get(rule.__name__, "") if rule else ""
@@ -131,7 +133,27 @@ def rounded_cache(e: Evidence) -> str:
 def not_covered(e: Evidence) -> str:
     """What lies beyond the calibrated range is cut off, whatever the steps within it."""
     name, share = e.outside
-    return f"{100 * share:.2g} % of {name} lie outside the calibrated range" if share > OUTSIDE else ""
+    own = "; the calibration cuts off its own samples too" if clipped(e) else ""
+    return f"{100 * share:.2g} % of {name} lie outside the calibrated range{own}" if share > OUTSIDE else ""
+
+
+def clipped(e: Evidence) -> bool:
+    """Whether the calibration saturates: its ranges are not those of its samples, so further texts may not help."""
+    return any(f["kind"] == "saturated" for f in e.findings)
+
+
+def uncovered(e: Evidence, outside: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The finding of a red row whose cache leaves the calibrated ranges: the worst tensor, and how many others.
+
+    outside: share of the verified values beyond its range, by tensor.
+    """
+    text = not_covered(e)
+    if not text:
+        return []
+    count = sum(share > OUTSIDE for share in outside.values())
+    others = f"; more than {100 * OUTSIDE:g} % in {count} tensors" if count > 1 else ""
+    name, share = e.outside
+    return [{"kind": "not_covered", "text": text + others, "tensor": name, "share": share, "count": count}]
 
 
 def angles(e: Evidence) -> str:

@@ -1,5 +1,6 @@
 """The reference: whole-prefix recomputation in float32 with transformers alone, without any of our cache code."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from kvgate.observe import Trace
 
+TEMPERATURE, TOP_K = 1.0, 50  # of drawn tokens: the model's own distribution, without its tail
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # transformers' names of layer types
 
 
@@ -63,6 +65,42 @@ def trace(
         progress(f"token {len(ids) - len(prompt)}/{new}")
     scores, keys, values = whole(model, ids, logits)
     return Trace(np.array(ids, np.int64), len(prompt), ended, tuple(ends), keys, values, scores)
+
+
+def seed(prompt: Sequence[int]) -> int:
+    """What tokens after `prompt` are drawn with: the same ids give the same tokens in every process."""
+    return int.from_bytes(hashlib.sha256(np.array(prompt, np.int64).tobytes()).digest()[:4])
+
+
+def draw(model: Any, prompt: Sequence[int], count: int, ends: Sequence[int] = ()) -> list[int]:
+    """`count` ids that the model draws after `prompt`, by transformers' own sampling over its cache; none of `ends`.
+
+    Data, not a reference: what they give is worked out as for any other ids. Nothing of the checkpoint's generation
+    config counts. Raises FloatingPointError where the model gives no distribution (NaN, infinity).
+    """
+    from transformers import GenerationConfig
+
+    refuse_other_caches(model.config)
+    ids = torch.tensor([list(prompt)])
+    wanted = GenerationConfig(
+        max_new_tokens=count,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=TOP_K,
+        suppress_tokens=list(ends) or None,  # so that the length is exact
+    )
+    kept, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.inference_mode():
+            torch.manual_seed(seed(prompt))
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=wanted)
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):  # torch.multinomial's words
+            raise
+        raise FloatingPointError("drawn tokens: got NaN or infinite logits, allowed: finite ones") from None
+    finally:
+        model.generation_config = kept
+    return [int(x) for x in found[0, len(prompt) :]]
 
 
 def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:

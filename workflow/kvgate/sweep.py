@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvgate import programs
 from kvgate.compiler import platforms
 from kvgate.config import ConfigError
 
@@ -147,21 +148,13 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
         for m, name in enumerate(block["quants"]):
             _known(f"sweep.blocks[{n}].quants[{m}]", name, [*config["quants"], HOST_QUANT])
     _check_boards(config)
-    programs = config["programs"]
-    runs = [name for name, entry in programs.items() if entry["kind"] != "calibration"]
-    texts = [name for name, entry in programs.items() if entry["kind"] == "calibration"]
+    runs = [name for name, entry in config["programs"].items() if entry["kind"] != "calibration"]
+    texts = [name for name, entry in config["programs"].items() if entry["kind"] == "calibration"]
     for n, name in enumerate(config["sweep"]["programs"]):
         _known(f"sweep.programs[{n}]", name, runs)
-        if not programs[name]["histories"]:
-            raise ConfigError(f"programs.{name}.histories: got [], allowed: isolated, forced, free")
-        _check_text(f"programs.{name}", programs[name], base)
-    verified = {(base / programs[name]["text"]).read_bytes(): name for name in config["sweep"]["programs"]}
     for n, name in enumerate(config["calibration"]["texts"]):
         _known(f"calibration.texts[{n}]", name, texts)
-        _check_text(f"programs.{name}", programs[name], base)
-        same = verified.get((base / programs[name]["text"]).read_bytes())
-        if same:
-            raise ConfigError(f"calibration.texts[{n}]: {name} has the text of program {same}, allowed: another text")
+    programs.check(config, base)
 
 
 def _check_boards(config: dict[str, Any]) -> None:
@@ -193,18 +186,6 @@ def _check_used(config: dict[str, Any]) -> None:
             raise ConfigError(f"sweep.backends[{n}]: {name} is a {platform}, the sweep builds for: {', '.join(built)}")
 
 
-def _check_text(where: str, program: dict[str, Any], base: Path) -> None:
-    try:
-        text = (base / program["text"]).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}.text: {program['text']} cannot be read: {error}".splitlines()[0]) from None
-    if not text.strip():
-        raise ConfigError(f"{where}.text: {program['text']} is empty")
-    # A token is at least a byte, so this much is known without the tokenizer; the trace counts the tokens themselves.
-    if program["kind"] != "chat" and len(text.encode()) < program["tokens"]:
-        raise ConfigError(f"{where}.text: got {len(text.encode())} bytes, too short for {program['tokens']} tokens")
-
-
 def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
     """What must fit together: platform and quant, capacity and model, programs and capacity, calibration."""
     strategy, capacity = config["strategies"][row.strategy], config["strategies"][row.strategy]["capacity"]
@@ -231,15 +212,19 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
     why = refusal(hub) if hub else None
     if why:
         raise ConfigError(f"{where}: model {row.model}: {why}")
-    programs = config["programs"]
-    isolated = [programs[p]["tokens"] for p in config["sweep"]["programs"] if "isolated" in programs[p]["histories"]]
+    entries = config["programs"]
+    isolated = [entries[p]["tokens"] for p in config["sweep"]["programs"] if "isolated" in entries[p]["histories"]]
     if max(isolated, default=0) < capacity:
         raise ConfigError(
             f"{where}: strategy {row.strategy} has capacity {capacity}, which no program of the sweep fills: "
             f"got at most {max(isolated, default=0)} isolated tokens"
         )
-    if row.platform != HOST_PLATFORM and config["quants"][row.quant]["calibrate"]:
-        _check_calibration(where, config, row, capacity)
+    calibrates = row.platform != HOST_PLATFORM and config["quants"][row.quant]["calibrate"]
+    if calibrates:
+        programs.check_calibration(where, config, row.strategy, row.quant)
+    if limit is not None:
+        reads = calibrates or config["weights"][row.weights]["calibrate"]
+        programs.check_context(where, config, row.model, limit, reads)
 
 
 def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
@@ -265,18 +250,3 @@ def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> 
         if "DTYPES" in facts and step["options"].get("group", 0) != group:
             got = step["options"].get("group", 0)
             raise ConfigError(f"{where}: {name} got group {got}, quant {row.quant} has {group} (0: a whole channel)")
-
-
-def _check_calibration(where: str, config: dict[str, Any], row: Row, capacity: int) -> None:
-    calibration, programs = config["calibration"], config["programs"]
-    if not calibration["texts"]:
-        raise ConfigError(f"{where}: quant {row.quant} calibrates, calibration.texts: got [], allowed: at least one")
-    for name in calibration["texts"]:
-        if programs[name]["tokens"] < capacity:
-            raise ConfigError(
-                f"programs.{name}.tokens: got {programs[name]['tokens']}, too short to calibrate the "
-                f"capacity {capacity} of strategy {row.strategy}"
-            )
-    most = len(calibration["texts"]) * capacity
-    if calibration["samples"] > most:
-        raise ConfigError(f"calibration.samples: got {calibration['samples']}, allowed: at most {most} positions")

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import calibration, record, store
+from kvgate import calibration, coverage, record, store
 from kvgate.compiler import artifact, gates, log, platforms, risks, toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import Contract, canonical, sha256_text
 from kvgate.digest import code_digest
 from kvgate.job import Job
+from kvgate.observe import Trace
+from kvgate.strategies.host import Host
 
 _MODEL, _LOG = "model.rknn", "toolkit.log"
 
@@ -62,8 +64,11 @@ def _source(job: Job) -> _Source:
         )
     samples, digest = [], ""
     if quant["calibrate"]:
-        texts = calibration.tokens(_traces(job, "calibration"))
-        samples = calibration.choose(texts, contract.cache.capacity, job.config["calibration"]["samples"])
+        capacity = contract.cache.capacity
+        texts, drawn = calibration.tokens(_traces(job, "calibration"))
+        verified, _ = calibration.tokens(_traces(job, "trace"))
+        calibration.refuse_verified(texts, drawn, verified, capacity)
+        samples = calibration.choose(texts, capacity, job.config["calibration"]["samples"], drawn)
         digest = calibration.digest(samples, _sha256(job, "calibration"))
     return _Source(folder, contract, quant, platform, samples, digest)
 
@@ -156,6 +161,9 @@ def _body(job: Job, source: _Source, model: Any) -> dict[str, Any]:
     text = (job.folder / _LOG).read_text(errors="replace")
     figures = log.table(text).summary()
     memory = sum(figures[name] or 0 for name in ("weight_bytes", "internal_bytes")) + source.contract.history_bytes()
+    boundary = _boundary(built)
+    outside = _own_coverage(job, source, boundary)
+    algorithm = source.quant["config"].get("quantized_algorithm", "normal")
     return {
         **figures,
         "artifact_bytes": built.size,
@@ -163,13 +171,33 @@ def _body(job: Job, source: _Source, model: Any) -> dict[str, Any]:
         "content_digest": built.content_digest,
         "toolkit": built.version,
         "compiler": built.compiler,
-        "boundary": _boundary(built),
-        "findings": log.findings(text),
+        "boundary": boundary,
+        "findings": log.findings(text) + coverage.saturated(outside, boundary, algorithm),
         "risks": risks.find(model, source.contract, figures["operators"], memory),
-        "calibration": {"digest": source.calibration, "samples": [[s.text, s.position] for s in source.samples]},
+        "calibration": {
+            "digest": source.calibration,
+            "samples": [[s.text, s.position] for s in source.samples],
+            "outside": outside,
+        },
         "files": {name: record.sha256(job.folder / name) for name in _files(job) if name != _MODEL}
         | {_MODEL: built.sha256},
     }
+
+
+def _own_coverage(job: Job, source: _Source, boundary: dict[str, Any]) -> dict[str, float]:
+    """Share of the calibration samples' own values outside the ranges made of them, by cache tensor."""
+    if not source.samples:
+        return {}
+    used = {s.text for s in source.samples}
+    traces = {t: Trace.load(str(path)) for t, path in _traces(job, "calibration").items() if t in used}
+    samples = [(s.text, s.position) for s in source.samples]
+    return coverage.own(_host(source), samples, traces, boundary)
+
+
+def _host(source: _Source) -> Host:
+    half = importlib.import_module(f"kvgate.strategies.{source.contract.strategy}.host")
+    with np.load(source.folder / "host.npz") as tables:
+        return half.Host(source.contract, dict(tables), source.quant["mask"])
 
 
 def _boundary(built: artifact.Artifact) -> dict[str, Any]:
@@ -186,12 +214,9 @@ def _request(job: Job, source: _Source, work: Path) -> Request:
     """The child's request; its calibration files are written on the way."""
     dataset = None
     if source.samples:
-        half = importlib.import_module(f"kvgate.strategies.{source.contract.strategy}.host")
-        with np.load(source.folder / "host.npz") as tables:
-            host = half.Host(source.contract, dict(tables), source.quant["mask"])
         # A bare name: the toolkit cannot read paths with a space in them.
         traces = _traces(job, "calibration")
-        dataset = calibration.write(work, source.contract, host, traces, source.samples).name
+        dataset = calibration.write(work, source.contract, _host(source), traces, source.samples).name
     (work / "observations").mkdir()
     return Request(
         graph=str((source.folder / "model.onnx").resolve()),

@@ -73,6 +73,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     known = first is None or first.name in gates.OF_BOARD  # its text is the cause
     evidence = replace(evidence, check=_checked(inputs["check"]))
     cause = "" if known else causes.explain(evidence)
+    findings += [] if known else causes.uncovered(evidence, outside)
     risks = build.get("risks", [])
     reason = _reason(verdict, first, cause, found)
     if "simulator" in inputs:

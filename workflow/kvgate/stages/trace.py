@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,18 @@ def run(job: Job) -> dict[str, Any]:
     chat = program["kind"] == "chat"
     if program["kind"] not in KINDS:
         raise _blocked("program", f"program {name}: got kind {program['kind']!r}, known: {', '.join(KINDS)}")
-    ids = prompt_ids(tokenizer, text) if chat else text_ids(tokenizer, text, program["tokens"])
-    check_ids(ids, model.config.get_text_config().vocab_size, limit, chat)
+    drawn = program.get("generated", 0)
+    ids = prompt_ids(tokenizer, text) if chat else text_ids(tokenizer, text, program["tokens"] - drawn)
+    check_ids(ids, model.config.get_text_config().vocab_size, limit, chat, drawn)
     ends = reference.end_ids(model, tokenizer)
     new = min(program["tokens"], limit - len(ids) if limit else program["tokens"]) if chat else 0
+    given = len(ids)
+    ids += _drawn(model, ids, drawn, ends)
     found = reference.trace(
         model, ids, new, ends, program["kind"] != "calibration", lambda x: print(f"{name}: {x}", file=sys.stderr)
     )
+    if drawn:
+        found = replace(found, prompt=given)
     path = job.folder / "trace.npz"
     part = record.partial(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +54,8 @@ def run(job: Job) -> dict[str, Any]:
         "prompt": found.prompt,
         "ended": found.ended,
         "end_ids": list(found.end_ids),
-        "text": tokenizer.decode(found.tokens[found.prompt :].tolist()) if chat else "",
+        "drawn": _how(found.tokens[:given].tolist(), drawn) if drawn else None,
+        "text": tokenizer.decode(found.tokens[found.prompt :].tolist()),
         "perplexity": reference.perplexity(found.tokens, found.logits) if scored else None,  # type: ignore[arg-type]
         "layers": len(found.keys),
         "tokenizer": _facts(tokenizer, chat),
@@ -81,18 +88,39 @@ def text_ids(tokenizer: Any, text: str, count: int) -> list[int]:
     return ids[:count]
 
 
-def check_ids(ids: list[int], vocabulary: int, limit: int | None, generates: bool) -> None:
-    """Raises Blocked on no ids, on an id outside the vocabulary, and on more ids than the model has positions for."""
+def check_ids(ids: list[int], vocabulary: int, limit: int | None, generates: bool, drawn: int = 0) -> None:
+    """Raises Blocked on no ids, on an id outside the vocabulary, and on more ids than the model has positions for.
+
+    drawn: how many are still to come.
+    """
     if not ids:
         raise _blocked("prompt", "prompt: got no tokens, allowed: at least 1")
     wrong = [x for x in ids if not 0 <= x < vocabulary]
     if wrong:
         raise _blocked("token", f"token id: got {wrong[0]}, allowed: 0 to {vocabulary - 1}")
-    if limit is not None and len(ids) + generates > limit:
+    if limit is not None and len(ids) + drawn + generates > limit:
         what = "prompt" if generates else "text"
         raise _blocked(
-            "context", f"{what}: got {len(ids)} tokens, allowed: at most {limit - generates} (the context limit)"
+            "context",
+            f"{what}: got {len(ids) + drawn} tokens, allowed: at most {limit - generates} (the context limit)",
         )
+
+
+def _drawn(model: Any, ids: list[int], count: int, ends: tuple[int, ...]) -> list[int]:
+    from kvgate import reference
+
+    try:
+        return reference.draw(model, ids, count, ends) if count else []
+    except FloatingPointError as error:
+        raise _blocked("nan", str(error)) from None
+
+
+def _how(given: list[int], count: int) -> dict[str, Any]:
+    """Which tokens were drawn, and how."""
+    from kvgate import reference
+
+    settings = {"temperature": reference.TEMPERATURE, "top_k": reference.TOP_K}
+    return {"first": len(given), "count": count, "seed": reference.seed(given), **settings}
 
 
 def _text(path: Path, name: str) -> str:
