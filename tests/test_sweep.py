@@ -98,7 +98,10 @@ BAD = {
     "unknown strategy": (block(strategies=["nope"]), "sweep.blocks[0].strategies[0]: got 'nope', known: cpu_managed,"),
     "unknown quant": (block(quants=["w9"]), "sweep.blocks[0].quants[0]: got 'w9', known: fp16, fp32,"),
     "unknown platform": (block(platforms=["rk1"]), "sweep.blocks[0].platforms[0]: got 'rk1', known: host, rk2118,"),
-    "unknown model": (block(models=["gpt9"]), "sweep.blocks[0].models[0]: got 'gpt9', known: gemma3-270m, smollm2-135m, tiny"),
+    "unknown model": (
+        block(models=["gpt9"]),
+        "sweep.blocks[0].models[0]: got 'gpt9', known: gemma3-270m, smollm2-135m, tiny",
+    ),
     "unknown module": (
         set_at("strategies/tiny_blend/module", "nope"),
         "strategies.tiny_blend.module: got 'nope', ",
