@@ -34,3 +34,35 @@ def test_a_trace_is_read_to_its_end(tmp_path):
     first = "model.layers.0.self_attn.qkv"  # reads normed rows: each adds about as much
     assert (long.gram[first].trace() / short.gram[first].trace()).item() == pytest.approx(LONG / SHORT, rel=0.2)
     assert any((long.peak[n] > short.peak[n]).any() for n in long.peak)
+
+
+def divergence(model, spec, step, texts) -> list[torch.Tensor]:
+    return [statistics._run(model, spec, step, rows).double().log_softmax(1) for rows in texts]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_g8", "gpt2"])
+def test_the_loss_of_a_change_is_its_divergence(tmp_path, family):
+    """Against the measured divergence: both are means over the same few tokens, and a draw is one of many."""
+    made = graphs.Model.of(tmp_path, family)
+    work = preparation.Work(prepare(load.model(made.checkpoint), "recipe"), [])
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(97, (24, 16), generator=generator)
+    texts = [
+        work.prepared.embedding[x] + (0 if work.prepared.positions is None else work.prepared.positions[:16])
+        for x in ids
+    ]
+    tensors = {n: t for n, t in work.model.named_parameters() if t.dim() == 2 and work._is_product(n)}
+    changes = {n: 0.03 * t.detach().std() * torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
+    names = [n for n in changes if n.endswith(("qkv", "down_proj.weight", "c_proj.weight", "lm_head.weight"))]
+    lost = statistics.loss(
+        work.model, work.spec, work._stepped(), texts, {n: changes[n] for n in names} | {"none": changes[names[0]]}
+    )
+    assert lost.pop("none") == 0  # of a name that no product has
+    with torch.no_grad():
+        want = divergence(work.model, work.spec, work._stepped(), texts)
+        for name in names:
+            tensors[name] += changes[name]
+            got = divergence(work.model, work.spec, work._stepped(), texts)
+            tensors[name] -= changes[name]
+            measured = float(sum((w.exp() * (w - g)).sum() for w, g in zip(want, got, strict=True)) / ids.numel())
+            assert 0.5 < lost[name] / measured < 2, (name, lost[name], measured)

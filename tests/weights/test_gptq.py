@@ -64,15 +64,32 @@ def test_a_group_must_divide():
         gptq.linear("w", *data()[1:], group=36)
 
 
-def test_mixed_spends_its_budget_where_int4_loses_most():
+def test_searched_scales_lose_less_than_the_largest():
+    group = 32
     _, weight, gram = data()
-    easy = grid.nearest(weight, 32)  # on the grid already: int4 loses nothing
-    weights = {"easy": easy, "hard": weight, "unseen": weight}
+    energy = np.diag(gram)
+    scale = gptq._scales(weight, group, energy)
+    assert (scale <= grid.scales(weight, group)).all() and (scale < grid.scales(weight, group)).any()
+    parts = weight.reshape(3, 32, 40)
+    points = np.clip(np.rint(parts / scale), -7, 7) * scale
+    lost = ((points.reshape(weight.shape) - weight) ** 2).T @ energy
+    assert lost.sum() < 0.97 * (((grid.nearest(weight, group) - weight) ** 2).T @ energy).sum()
+
+
+def test_mixed_spends_its_budget_where_int4_costs_most():
+    _, weight, gram = data()
+    weights = {"cheap": weight, "dear": weight[:, :20], "unseen": weight}
     size = weight.size / 2e6
-    made = mixed.matrices(weights, {"easy": gram, "hard": gram}, megabytes=4 * size, group=32)
-    sums = [name for name, terms in made.items() if len(terms) == 2]
-    assert len(sums) == 1 and sums[0] in ("hard", "unseen")
-    everything = mixed.matrices(weights, {"hard": gram}, megabytes=6 * size, group=32)
+
+    def loss(changes):
+        assert changes.keys() == weights.keys() and np.abs(changes["dear"]).max() > 0
+        return {"cheap": 0.3, "dear": 0.2, "unseen": 0.0}  # the dear one costs more a byte
+
+    grams = {"cheap": gram, "dear": gram}
+    made = mixed.matrices(weights, grams, loss, megabytes=3 * size, group=32)  # 2.5 are all of them in int4
+    assert [name for name, terms in made.items() if len(terms) == 2] == ["dear"]
+    assert np.allclose(sum(made["dear"]), weights["dear"], atol=1e-6) and off_grid(made["cheap"][0], 32) < 1e-6
+    everything = mixed.matrices(weights, grams, loss, megabytes=6 * size, group=32)
     assert [len(terms) for terms in everything.values()] == [2, 2, 2]
     with pytest.raises(ValueError, match=r"megabytes: got 0\.001, allowed: at least 0\.0, all in int4"):
-        mixed.matrices(weights, {}, megabytes=0.001, group=32)
+        mixed.matrices(weights, {}, loss, megabytes=0.001, group=32)

@@ -15,6 +15,7 @@ from kvgate.export.seams import Step
 from kvgate.export.statistics import Statistics
 
 Options = Mapping[str, Any]
+_LOSS_TOKENS = 128  # of each text: a gradient keeps every product's rows, and the head's are long
 
 
 class Work:
@@ -70,8 +71,13 @@ class Work:
         self._replace(step, one)
 
     def matrices(self, step: Any, options: Options) -> None:
-        """All matrices at once."""
-        self._replace(step, lambda weights, grams: step.matrices(weights, grams, **options))
+        """All matrices at once, with a function that measures what changes of them cost."""
+        self._replace(step, lambda weights, grams: step.matrices(weights, grams, self._loss, **options))
+
+    def _loss(self, changes: Mapping[str, np.ndarray]) -> dict[str, float]:
+        made = {name: torch.from_numpy(change) for name, change in changes.items()}
+        texts = (rows[:_LOSS_TOKENS] for rows in map(self._rows, self.texts))
+        return statistics.loss(self.model, self.spec, self._stepped(), texts, made)
 
     def _replace(self, step: Any, change: Any) -> None:
         statistics = self._measured(step)
@@ -128,13 +134,15 @@ class Work:
         if not self.texts:
             raise ValueError("reads calibration texts, got none: its entry lacks `calibrate: true`")
         if self._statistics is None:
-            again = Step()
-            for layer in self.spec.layers:
-                self.model.get_submodule(layer.module).step = again
-            for rotation in self.spec.rotations:
-                self.model.get_submodule(rotation.module).step = again
-            self._statistics = statistics.collect(self.model, self.spec, again, map(self._rows, self.texts))
+            self._statistics = statistics.collect(self.model, self.spec, self._stepped(), map(self._rows, self.texts))
         return self._statistics
+
+    def _stepped(self) -> Step:
+        """A step of our own that the model's modules read."""
+        again = Step()
+        for name in (part.module for parts in (self.spec.layers, self.spec.rotations) for part in parts):
+            self.model.get_submodule(name).step = again  # type: ignore[assignment]
+        return again
 
     def _rows(self, path: Path) -> Tensor:
         with np.load(path) as file:

@@ -1,6 +1,6 @@
 """What the final matrices read on calibration texts, measured on the operated model itself: no module is named."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,36 +23,76 @@ class Statistics:
 def collect(model: nn.Module, spec: Spec, step: Step, texts: Iterable[Tensor]) -> Statistics:
     """Run texts, each the rows [T, C] of its tokens, from an empty cache."""
     found = Statistics()
-    with torch.no_grad():
-        for rows in texts:
-            with _Watch(model) as watch:
-                (whole.run if spec.form == "recipe" else equality.decode)(model, spec, step, rows)
-            for name, read in watch.read.items():
-                x, peak = torch.cat(read), watch.peak[name]
-                gram = x.T @ x  # of a whole text at once: a row at a time costs more than the model itself
-                known = name in found.gram
-                found.gram[name] = found.gram[name] + gram if known else gram
-                found.peak[name] = torch.maximum(found.peak[name], peak) if known else peak
+    for rows in texts:
+        read: dict[str, list[Tensor]] = {}
+        peaks: dict[str, Tensor] = {}
+
+        def note(name: str, x: Tensor, out: Tensor, read: Any = read, peaks: Any = peaks) -> None:
+            read.setdefault(name, []).append(x.clone())
+            peak = out.abs().amax(0)
+            peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
+
+        with torch.no_grad(), _Watch(model, note):
+            _run(model, spec, step, rows)
+        for name, peak in peaks.items():
+            x = torch.cat(read[name])
+            gram = x.T @ x  # of a whole text at once: a row at a time costs more than the model itself
+            known = name in found.gram
+            found.gram[name] = found.gram[name] + gram if known else gram
+            found.peak[name] = torch.maximum(found.peak[name], peak) if known else peak
     return found
 
 
-class _Watch(TorchFunctionMode):
-    """Sees every product with one of the model's matrices on its right."""
+def loss(
+    model: nn.Module, spec: Spec, step: Step, texts: Iterable[Tensor], changes: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """What each matrix, changed alone by `changes` [in, out], does to the model's own words, in nats a token.
 
-    def __init__(self, model: nn.Module) -> None:
+    The second order of the divergence from the unchanged model, 1/2 E[(g . x dW)^2], g the gradient of the log
+    likelihood of a token that the model itself draws: the Fisher information, as in optimal brain damage.
+    """
+    total, tokens = dict.fromkeys(changes, 0.0), 0
+    for n, rows in enumerate(texts):
+        seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+        def note(name: str, x: Tensor, out: Tensor, seen: Any = seen) -> None:
+            seen.setdefault(name, []).append((x.detach(), out))
+            out.retain_grad()
+
+        with torch.enable_grad():
+            with _Watch(model, note):
+                logits = _run(model, spec, step, rows.detach().clone().requires_grad_())
+            drawn = torch.multinomial(logits.detach().softmax(1), 1, generator=torch.Generator().manual_seed(n))
+            (-logits.log_softmax(1).gather(1, drawn).sum()).backward()
+        for name, change in changes.items():
+            for x, out in seen.get(name, ()):
+                assert out.grad is not None
+                total[name] += 0.5 * float(((x @ change * out.grad).sum(1) ** 2).sum())
+        tokens += len(rows)
+    return {name: value / tokens for name, value in total.items()}
+
+
+def _run(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> Tensor:
+    """Logits [T, V]."""
+    return whole.run(model, spec, step, rows) if spec.form == "recipe" else equality.decode(model, spec, step, rows)[0]
+
+
+class _Watch(TorchFunctionMode):
+    """Calls `note(name, x [rows, in], out [rows, out])` at every product with one of the model's matrices."""
+
+    def __init__(self, model: nn.Module, note: Callable[[str, Tensor, Tensor], None]) -> None:
         super().__init__()
         self.names = {id(t): name for name, t in surgery.state(model).items() if t.dim() == 2}
-        self.read: dict[str, list[Tensor]] = {}  # rows [.., in]
-        self.peak: dict[str, Tensor] = {}
+        self.note = note
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         if len(args) == 2 and function in _PRODUCTS and (name := self.names.get(id(args[1]))):
-            self.read.setdefault(name, []).append(args[0].reshape(-1, args[0].shape[-1]).clone())
-            peak = out.reshape(-1, out.shape[-1]).abs().amax(0)
-            self.peak[name] = torch.maximum(self.peak[name], peak) if name in self.peak else peak
+            flat = out.reshape(-1, out.shape[-1])
+            self.note(name, args[0].reshape(-1, args[0].shape[-1]), flat)
+            return flat.reshape(out.shape)  # what was noted is on the way of the gradient
         return out
 
 

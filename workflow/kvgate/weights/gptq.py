@@ -1,8 +1,8 @@
 """Every matrix on the toolkit's int4 grid, each row's rounding error made up for by the rows after it.
 
 After GPTQ (arXiv 2210.17323), with the Hessian of the calibration texts; the rows of the largest inputs come first.
-A group keeps its own scale, and its largest entry is pinned to the grid's end: so the toolkit finds the same scale and
-changes nothing.
+A group's scale is the one that loses least (its largest entries may be cut), and its largest entry is pinned to the
+grid's end: so the toolkit finds the same scale and changes nothing.
 """
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvgate.export import grid
 STATISTICS = True
 DTYPES = ("w4a16",)
 _DAMPING = 0.01  # of the Hessian's mean diagonal
+_SHARES = np.linspace(1, 0.7, 20, dtype=np.float32)  # of the largest scale, that are tried
 _BLOCK = 128  # rows whose errors are passed on together
 
 
@@ -22,7 +23,8 @@ def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 
     """
     if gram is None:
         return (grid.nearest(weight, group),)
-    scale, span = grid.scales(weight, group), group or len(weight)
+    span = group or len(weight)
+    scale = _scales(weight, group, np.diag(gram))
     ends = np.abs(weight.reshape(len(scale), span, -1)).argmax(1) + span * np.arange(len(scale))[:, None]
     order = np.argsort(-np.diag(gram), kind="stable")
     factor = _factor(gram[np.ix_(order, order)].astype(np.float64))
@@ -40,6 +42,22 @@ def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 
             left[n + 1 : stop] -= np.outer(factor[n, n + 1 : stop], errors[n - start])
         left[stop:] -= factor[start:stop, stop:].T @ errors
     return (done,)
+
+
+def _scales(weight: np.ndarray, group: int, energy: np.ndarray) -> np.ndarray:
+    """[in / group or 1, 1, out]: of each group the scale up to max |w| / 7 whose nearest points lose least.
+
+    energy: [in], the mean square of each input (times a number).
+    """
+    whole = grid.scales(weight, group)
+    parts, energy = weight.reshape(len(whole), -1, weight.shape[1]), energy.reshape(len(whole), -1, 1)
+    best, least = whole, np.full(whole.shape, np.inf)
+    for share in _SHARES:
+        scale = whole * share
+        points = np.clip(np.rint(parts / scale), -grid.TOP, grid.TOP)
+        lost = np.sum((parts - points * scale) ** 2 * energy, axis=1, keepdims=True)
+        best, least = np.where(lost < least, scale, best), np.minimum(lost, least)
+    return best
 
 
 def _factor(gram: np.ndarray) -> np.ndarray:

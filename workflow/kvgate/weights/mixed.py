@@ -1,11 +1,11 @@
 """Mixed precision by search: every matrix in int4 (gptq), and those that gain most a byte as the sum of two (split2).
 
-Greedy on measured isolated errors: of each matrix the share of its output's energy that int4 loses on the calibration
-texts, ||X (W - W')||^2 / ||X W||^2; what the sum of two saves of it, by the bytes that the second term takes.
-`megabytes`: of all int4 weights together, at half a byte each. What was chosen is in weights.json (`sums`).
+Greedy on measured isolated losses: of each matrix what its int4 form alone costs on the calibration texts, in nats a
+token, by the bytes that the second term takes. `megabytes`: of all int4 weights together, at half a byte each. What was
+chosen is in weights.json (`sums`); so `gptq` with `skip` and `split2` with `only` make the same again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -16,11 +16,17 @@ DTYPES = ("w4a16",)
 DISABLE = ("fuse_conv_conv_add",)
 _BYTES = 0.5  # of an int4 weight
 
+Matrices = dict[str, np.ndarray]
+
 
 def matrices(
-    weights: Mapping[str, np.ndarray], grams: Mapping[str, np.ndarray], megabytes: float, group: int = 0
+    weights: Matrices,
+    grams: Matrices,
+    loss: Callable[[Matrices], Mapping[str, float]],
+    megabytes: float,
+    group: int = 0,
 ) -> dict[str, tuple[np.ndarray, ...]]:
-    """weights: [in, out] by name; grams: [in, in] of those that were seen.
+    """weights: [in, out] by name; grams: [in, in] of those that were seen; loss: of changes by name, 0 where unseen.
 
     Raises ValueError where the budget is below all of them in int4.
     """
@@ -30,23 +36,10 @@ def matrices(
         raise ValueError(
             f"megabytes: got {megabytes:g}, allowed: at least {sum(sizes.values()) / 1e6:.1f}, all in int4"
         )
-    found, gain = {}, {}
-    for name, weight in weights.items():
-        gram = grams.get(name)
-        found[name] = gptq.linear(name, weight, gram, group)
-        gain[name] = _lost(weight, found[name][0], gram) / sizes[name]
-    for name in sorted(gain, key=lambda name: -gain[name]):
+    found = {name: gptq.linear(name, weight, grams.get(name), group) for name, weight in weights.items()}
+    lost = loss({name: found[name][0] - weight for name, weight in weights.items()})
+    for name in sorted(weights, key=lambda name: -lost[name] / sizes[name]):
         if sizes[name] <= left:
             left -= sizes[name]
             found[name] = split2.linear(name, weights[name], None, group)
     return found
-
-
-def _lost(weight: np.ndarray, made: np.ndarray, gram: np.ndarray | None) -> float:
-    """||X (W - W')||^2 / ||X W||^2; of a matrix that was not seen as if its inputs were independent."""
-
-    def energy(matrix: np.ndarray) -> float:
-        wide = matrix.astype(np.float64)
-        return float(np.sum(wide * (wide if gram is None else gram.astype(np.float64) @ wide)))
-
-    return energy(weight - made) / max(energy(weight), 1e-30)
