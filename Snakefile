@@ -17,6 +17,7 @@ include: "workflow/rules/selftest.smk"
 include: "workflow/rules/run.smk"
 include: "workflow/rules/verify.smk"
 include: "workflow/rules/judge.smk"
+include: "workflow/rules/accuracy.smk"
 include: "workflow/rules/diagnose.smk"
 include: "workflow/rules/tabulate.smk"
 

@@ -330,12 +330,12 @@ def test_a_time_limit_blocks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_memory_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = tinygraph.prepare(tmp_path, {})
-    make = build._request
+    make = build.asked
 
     def limited(*args: Any) -> Request:
         return replace(make(*args), memory=150 << 20)
 
-    monkeypatch.setattr(build, "_request", limited)
+    monkeypatch.setattr(build, "asked", limited)
     caught = blocked(job, "out of memory: ")
     assert caught.findings[0]["kind"] == "memory"
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvgate import record
+from kvgate.contract import canonical
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +125,31 @@ def test_a_moved_threshold_runs_and_then_nothing_is_left(repository):
     assert repository.planned() == {}
 
 
+def test_a_diagnosis_of_any_row(repository):
+    """Asked for by its path; only then is there an accuracy analysis. A blocked row has one too, without."""
+    more = (
+        "sweep: {blocks: [{models: [tiny], strategies: [tiny_blend], platforms: [rk3576], quants: [w8a8, refused]}]}\n"
+    )
+    more += "quants: {refused: {mask: -10000, config: {optimisation: 3}}}\n"
+    (repository.path / "more.yaml").write_text(more)
+    config = "tests/workflow/tiny.yaml more.yaml"
+    rows = [f"results/models/tiny/rows/plain/tiny_blend/rk3576/{q}/simulator" for q in ("w8a8", "refused")]
+    paths = [f"{row}/diagnosis.json" for row in rows]
+    planned = repository.planned("--nolock", *paths, config=config)
+    assert planned == {"build": 1, "verify": 1, "judge": 1, "accuracy": 2, "diagnose": 2}
+    assert "accuracy" not in repository.planned(config=config)  # a sweep does not ask for any
+    done = repository.snakemake(*paths, config=config)
+    assert done.returncode == 0, done.stderr
+    shown, blocked = (record.read(repository.path / path) for path in paths)
+    assert shown["accuracy"]["artifact"] == "equal" and shown["accuracy"]["note"] == ""
+    assert shown["accuracy"]["golden"]["kv_l2"] < 1e-5
+    assert {x["layer"] for x in shown["operators"]} >= {0, 1} and len(shown["operators"]) == 20
+    assert shown["first_operator"]["module"].startswith("layers.0/")
+    assert "First operator off by itself: layers.0/" in shown["sentence"] and "blocked: config: " in blocked["sentence"]
+    assert "accuracy" not in blocked
+    assert repository.planned("--nolock", *paths, config=config) == {}
+
+
 def test_a_refactoring_compiles_and_simulates_nothing(repository):
     """Code that leaves graphs and observations alone: builds come out of the store."""
     append("workflow/kvgate/export/surgery.py", CODE)(repository.path)
@@ -137,9 +164,6 @@ def test_a_refactoring_compiles_and_simulates_nothing(repository):
 
 
 def test_a_job_planned_before_an_edit_is_refused(repository):
-    from kvgate import record
-    from kvgate.contract import canonical
-
     path = repository.path / "results/tables/tiny/acceptance.json"
     key = canonical(record.read(path)["key"])
     assert repository.kvgate("tabulate", key).returncode == 0

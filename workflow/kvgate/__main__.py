@@ -20,6 +20,7 @@ STAGES = {
     "run": "run a row on a board",
     "verify": "compare observations with the reference",
     "judge": "metrics and thresholds to a verdict",
+    "accuracy": "the toolkit's accuracy analysis of a row's worst step, for its diagnosis",
     "diagnose": "explain one row by layer, step and tensor, with a heat map",
     "tabulate": "all verdicts of a sweep to one table, and the bundles",
 }

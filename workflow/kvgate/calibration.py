@@ -115,23 +115,23 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
         trace = Trace.load(str(traces[text]))
         for n, sample in enumerate(samples):
             if sample.text == text:
-                feeds = _feeds(contract, host, trace, sample)
-                same = seen.setdefault(_fingerprint(feeds), sample)
+                arrays = feeds(contract, host, trace, sample)
+                same = seen.setdefault(_fingerprint(arrays), sample)
                 if same is not sample:
                     raise record.Blocked(f"calibration: {_name(sample)} is identical to {_name(same)}")
-                _save(folder, n, feeds)
+                _save(folder, n, arrays)
     lines = (" ".join(_file(n, i) for i in range(len(contract.inputs))) for n in range(len(samples)))
     path = folder / LIST
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def _feeds(contract: Contract, host: Host, trace: Trace, sample: Sample) -> dict[str, Array]:
+def feeds(contract: Contract, host: Host, trace: Trace, sample: Sample) -> dict[str, Array]:
     """As in an isolated run: the cache filled from the trace, then the next step's inputs."""
     host.fill(trace.tokens.tolist(), trace.keys, trace.values, sample.position)
-    feeds = host.feeds(int(trace.tokens[sample.position]))
+    arrays = host.feeds(int(trace.tokens[sample.position]))
     for t in contract.inputs:
-        array = feeds[t.name]
+        array = arrays[t.name]
         if array.shape != t.shape or array.dtype != t.dtype:
             got = f"got {array.dtype} {list(array.shape)}, allowed: {t.dtype} {list(t.shape)}"
             raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
@@ -140,7 +140,7 @@ def _feeds(contract: Contract, host: Host, trace: Trace, sample: Sample) -> dict
         if array.dtype.kind == "f" and (peak := float(np.abs(array).max())) > LARGEST:
             got = f"got {peak:.4g}, allowed: at most {LARGEST:g} (float16)"
             raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
-    return feeds
+    return arrays
 
 
 def _fingerprint(feeds: Mapping[str, Array]) -> str:

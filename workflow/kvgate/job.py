@@ -23,6 +23,7 @@ RECORDS = {
     "run": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/run.json",
     "verify": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/metrics.json",
     "judge": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/verdict.json",
+    "accuracy": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/accuracy.json",
     "diagnose": f"{_MODEL}/rows/{_TUPLE}/{{backend}}/diagnosis.json",
     "tabulate": "tables/{sweep}/acceptance.json",
 }

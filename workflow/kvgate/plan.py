@@ -34,6 +34,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "run": ("numpy",),
     "verify": ("numpy",),
     "judge": (),
+    "accuracy": ("rknn-toolkit2", "onnx", "onnxruntime", "numpy", "scipy", "protobuf", "PyYAML"),
     "diagnose": ("numpy", "opencv-python-headless"),
     "tabulate": ("numpy", "transformers", "tokenizers"),
 }
@@ -148,8 +149,14 @@ class Plan:
         return self._make("check", w, config, inputs, (self._host_half(w),))
 
     def _build(self, w: dict[str, str]) -> Node:
+        inputs, config = self._compiled(w)
+        inputs = {"export": inputs.pop("export"), "check": self.node("check", w)} | inputs
+        return self._make("build", w, config, inputs, ("compiler.child", self._host_half(w)))
+
+    def _compiled(self, w: dict[str, str]) -> tuple[dict[str, Node], dict[str, Any]]:
+        """What is compiled, and how."""
         quant = self.config["quants"][w["quant"]]
-        inputs = {"export": self.node("export", w), "check": self.node("check", w)} | self._traces(w)
+        inputs = {"export": self.node("export", w)} | self._traces(w)
         config = {
             "quant": quant,
             "programs": self._programs(),
@@ -159,7 +166,7 @@ class Plan:
         if quant["calibrate"]:
             inputs |= self._calibration(w)
             config["calibration"] = {"samples": self.config["calibration"]["samples"]}
-        return self._make("build", w, config, inputs, ("compiler.child", self._host_half(w)))
+        return inputs, config
 
     def _probe(self, w: dict[str, str]) -> Node:
         return self._make("probe", w, {"timeout": self.config["limits"]["build_seconds"]}, {}, ("compiler.child",))
@@ -207,11 +214,18 @@ class Plan:
                 inputs["simulator"] = self.node("judge", w | {"backend": sweep.SIMULATOR})
         return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
 
+    def _accuracy(self, w: dict[str, str]) -> Node:
+        decode = w | {"part": "decode"}
+        inputs, config = self._compiled(decode)
+        inputs |= {"build": self.node("build", decode), "verify": self.node("verify", w)}
+        return self._make("accuracy", w, config, inputs, ("compiler.analysis", self._host_half(w)))
+
     def _diagnose(self, w: dict[str, str]) -> Node:
         inputs = {stage: self.node(stage, w) for stage in ("judge", "verify")}
         inputs["export"] = self.node("export", w | {"part": "decode"})
         if w["platform"] != sweep.HOST_PLATFORM:
             inputs["build"] = self.node("build", w | {"part": "decode"})
+            inputs["accuracy"] = self.node("accuracy", w)
         config = {"programs": list(self._programs()), "thresholds": self.config["thresholds"]}
         return self._make("diagnose", w, config, inputs | self._traces(w), (self._host_half(w),))
 

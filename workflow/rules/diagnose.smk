@@ -1,5 +1,5 @@
-# One row by layer, step and tensor; asked for by its path: `snakemake results/models/.../diagnosis.json`.
-# Reads the row's verdict and metrics, the graph and the artifact. Writes diagnosis.json, heatmap.png, diagnosis.html.
+# One row by layer, step, tensor and operator; asked for by its path: `snakemake results/models/.../diagnosis.json`.
+# Reads the row's verdict, metrics and accuracy analysis, the graph and the artifact. Writes diagnosis.json, heatmap.png, diagnosis.html.
 rule diagnose:
     input:
         inputs("diagnose"),

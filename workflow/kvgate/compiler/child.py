@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvgate.compiler.request import TUNABLES, Failure, Request
+
+R = TypeVar("R", bound=Request)
 
 
 class Run:
@@ -43,9 +45,12 @@ class Run:
         os.write(self.descriptor, f"{text}\n".encode())
 
 
-def main(path: str) -> int:
-    """Writes {"ok", "phase", "reason", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote a result."""
-    request = Request(**json.loads(Path(path).read_text()))
+def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> None:
+    """Writes {"ok", "phase", "reason", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote a result.
+
+    kind: the request's class. work: gives the facts; raises Failure where the toolkit did not do it.
+    """
+    request = kind(**json.loads(Path(path).read_text()))
     _die_with(request.parent)
     _flush_lines()
     if request.memory:
@@ -53,7 +58,7 @@ def main(path: str) -> int:
     run, reason, facts = Run(request.progress), "", {}  # type: Run, str, dict[str, Any]
     try:
         _prove_malloc()
-        facts = _work(request, run)
+        facts = work(request, run)
     except Failure as error:
         reason = str(error)
     except MemoryError:
@@ -73,13 +78,12 @@ def main(path: str) -> int:
     os._exit(0)
 
 
-def _work(request: Request, run: Run) -> dict[str, Any]:
+def build(request: Request, run: Run) -> dict[str, Any]:
+    """Compile, hold the artifact to its contract, run the programs."""
     from kvgate.contract import Contract
 
-    with run.of("import"):
-        rknn = _try("import", _import)
     contract = Contract.from_json(Path(request.contract).read_text())
-    toolkit = _compile(request, run, rknn)
+    toolkit = compiled(request, run)
     from kvgate.compiler import artifact, gates
 
     built = artifact.read(Path(request.artifact), digests=False)
@@ -97,30 +101,33 @@ def _import() -> Any:
     return RKNN
 
 
-def _compile(request: Request, run: Run, rknn: Any) -> Any:
+def opened(request: Request) -> Any:
+    """A fresh object of the toolkit with the request's configuration."""
+    # Verbose would also write three copies of the graph, weights and all; RKNN_LOG_LEVEL alone prints the table.
+    toolkit = _import()(verbose=False)
+    arguments = {"target_platform": request.platform, "custom_string": request.custom, **request.config}
+    call("config", lambda: toolkit.config(**arguments))
+    return toolkit
+
+
+def compiled(request: Request, run: Run) -> Any:
     """The toolkit's object after export, ready for init_runtime."""
     quantize = {"do_quantization": request.dataset is not None, "dataset": request.dataset}
-
-    def opened() -> Any:
-        # Verbose would also write three copies of the graph, weights and all; RKNN_LOG_LEVEL alone prints the table.
-        toolkit = rknn(verbose=False)
-        arguments = {"target_platform": request.platform, "custom_string": request.custom, **request.config}
-        _call("config", lambda: toolkit.config(**arguments))
-        return toolkit
-
+    with run.of("import"):
+        _try("import", _import)
     with run.of("config"):
-        toolkit = opened()
+        toolkit = opened(request)
     with run.of("load"):
-        _call("load_onnx", lambda: toolkit.load_onnx(model=request.graph))
+        call("load_onnx", lambda: toolkit.load_onnx(model=request.graph))
     with run.of("build"):
         if request.hybrid:
             from kvgate.compiler import hybrid
 
-            toolkit = hybrid.build(request, toolkit, opened, _call)
+            toolkit = hybrid.build(request, toolkit, lambda: opened(request), call)
         else:
-            _call("build", lambda: toolkit.build(**quantize, **request.build))
+            call("build", lambda: toolkit.build(**quantize, **request.build))
     with run.of("export"):
-        _call("export_rknn", lambda: toolkit.export_rknn(request.artifact))
+        call("export_rknn", lambda: toolkit.export_rknn(request.artifact))
     return toolkit
 
 
@@ -133,10 +140,10 @@ def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
     from kvgate.engines.simulator import Engine
     from kvgate.observe import Trace, observe
 
-    _calm_malloc()
+    calm_malloc()
     sessions.install(t.name for t in contract.inputs)
     with run.of("init"):
-        _call("init_runtime", toolkit.init_runtime)
+        call("init_runtime", toolkit.init_runtime)
     with run.of("simulate"), np.load(request.tables) as tables:
         half = importlib.import_module(f"kvgate.strategies.{contract.strategy}.host")
         host = half.Host(contract, dict(tables), request.mask)
@@ -155,12 +162,12 @@ def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
             path.with_suffix(".part").replace(path)
 
 
-def _calm_malloc() -> None:
+def calm_malloc() -> None:
     """No more filling of fresh and freed memory: the artifact is written, and the simulator allocates a lot."""
     ctypes.CDLL(None).mallopt(-6, 0)  # M_PERTURB
 
 
-def _call(what: str, function: Callable[[], Any]) -> None:
+def call(what: str, function: Callable[[], Any]) -> None:
     """A toolkit call that must return 0 (or None, which `config` does)."""
     code = _try(what, function)
     if code not in (0, None):
@@ -218,4 +225,4 @@ def _prove_malloc() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1], Request, build)

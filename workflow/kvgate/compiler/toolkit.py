@@ -181,9 +181,9 @@ def _memory(text: str) -> bool:
     return any(word in text for word in ("MemoryError", "bad_alloc", "Cannot allocate memory", "failed to map segment"))
 
 
-def scratch(folder: Path) -> Path:
+def scratch(folder: Path, name: str = ".work") -> Path:
     """A fresh folder for a child below `folder`; what a killed run left there is removed first."""
-    path = folder / ".work"
+    path = folder / name
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path

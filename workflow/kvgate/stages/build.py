@@ -26,7 +26,7 @@ _MODEL, _LOG = "model.rknn", "toolkit.log"
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """What a build reads, opened."""
 
     folder: Path  # of the graph
@@ -41,7 +41,7 @@ def run(job: Job) -> dict[str, Any]:
     """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or a gate does not hold."""
     for name in (*_files(job), _LOG, "phases.json"):
         (job.folder / name).unlink(missing_ok=True)
-    source = _source(job)
+    source = opened(job)
     model = _graph(source)
     key = store.key(_identity(job, source))
     if not store.get(job.results, key, job.folder):
@@ -54,7 +54,8 @@ def run(job: Job) -> dict[str, Any]:
     return _body(job, source, model)
 
 
-def _source(job: Job) -> _Source:
+def opened(job: Job) -> Source:
+    """Raises Blocked where the platform has no such dtype, or the calibration texts do not do."""
     folder = job.inputs["export"].parent
     contract = Contract.from_json((folder / "contract.json").read_text())
     quant, platform = job.config["quant"], job.wildcards["platform"]
@@ -70,7 +71,7 @@ def _source(job: Job) -> _Source:
         calibration.refuse_verified(texts, drawn, verified, capacity)
         samples = calibration.choose(texts, capacity, job.config["calibration"]["samples"], drawn)
         digest = calibration.digest(samples, _sha256(job, "calibration"))
-    return _Source(folder, contract, quant, platform, samples, digest)
+    return Source(folder, contract, quant, platform, samples, digest)
 
 
 def _traces(job: Job, stage: str) -> dict[str, Path]:
@@ -82,7 +83,7 @@ def _sha256(job: Job, stage: str) -> dict[str, str]:
     return {x.partition(".")[2]: job.read(x)["files"]["trace.npz"] for x in job.labels(stage)}
 
 
-def _identity(job: Job, source: _Source) -> dict[str, Any]:
+def _identity(job: Job, source: Source) -> dict[str, Any]:
     """All that can change what a build gives. Names and paths cannot."""
     half = f"kvgate.strategies.{source.contract.strategy}.host"
     return {
@@ -102,7 +103,7 @@ def _identity(job: Job, source: _Source) -> dict[str, Any]:
     }
 
 
-def _graph(source: _Source) -> Any:
+def _graph(source: Source) -> Any:
     """The ONNX model without its weights, if it may be compiled."""
     import onnx
 
@@ -116,7 +117,7 @@ def _hold(found: list[dict[str, Any]], more: list[dict[str, Any]] | None = None)
         raise record.Blocked(found[0]["text"], [*found, *(more or [])])
 
 
-def _artifact(source: _Source) -> dict[str, Any]:
+def _artifact(source: Source) -> dict[str, Any]:
     """What makes the artifact, known before it is built: its digest is the artifact's custom string."""
     return {
         "graph": source.contract.digest,
@@ -128,13 +129,13 @@ def _artifact(source: _Source) -> dict[str, Any]:
     }
 
 
-def _custom(source: _Source) -> str:
+def _custom(source: Source) -> str:
     return canonical({"kvgate": sha256_text(canonical(_artifact(source)))})
 
 
-def _compile(job: Job, source: _Source, model: Any, work: Path) -> None:
+def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
     """Leave all files of the job in its folder."""
-    request = _request(job, source, work)
+    request = asked(job, source, work)
     outcome = toolkit.compile(request, work, job.folder / _LOG, job.config["timeout"])
     record.write(job.folder / "phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
     if outcome.reason:
@@ -155,7 +156,7 @@ def _compile(job: Job, source: _Source, model: Any, work: Path) -> None:
     record.write(job.folder / "contract.json", contract)
 
 
-def _body(job: Job, source: _Source, model: Any) -> dict[str, Any]:
+def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
     """The record, from the job's files alone: the same whether they were made now or came from the store."""
     built = artifact.read(job.folder / _MODEL)
     text = (job.folder / _LOG).read_text(errors="replace")
@@ -184,17 +185,18 @@ def _body(job: Job, source: _Source, model: Any) -> dict[str, Any]:
     }
 
 
-def _own_coverage(job: Job, source: _Source, boundary: dict[str, Any]) -> dict[str, float]:
+def _own_coverage(job: Job, source: Source, boundary: dict[str, Any]) -> dict[str, float]:
     """Share of the calibration samples' own values outside the ranges made of them, by cache tensor."""
     if not source.samples:
         return {}
     used = {s.text for s in source.samples}
     traces = {t: Trace.load(str(path)) for t, path in _traces(job, "calibration").items() if t in used}
     samples = [(s.text, s.position) for s in source.samples]
-    return coverage.own(_host(source), samples, traces, boundary)
+    return coverage.own(host_of(source), samples, traces, boundary)
 
 
-def _host(source: _Source) -> Host:
+def host_of(source: Source) -> Host:
+    """The host half of what is built, with the quant's mask."""
     half = importlib.import_module(f"kvgate.strategies.{source.contract.strategy}.host")
     with np.load(source.folder / "host.npz") as tables:
         return half.Host(source.contract, dict(tables), source.quant["mask"])
@@ -210,13 +212,13 @@ def _files(job: Job) -> list[str]:
     ]
 
 
-def _request(job: Job, source: _Source, work: Path) -> Request:
+def asked(job: Job, source: Source, work: Path) -> Request:
     """The child's request; its calibration files are written on the way."""
     dataset = None
     if source.samples:
         # A bare name: the toolkit cannot read paths with a space in them.
         traces = _traces(job, "calibration")
-        dataset = calibration.write(work, source.contract, _host(source), traces, source.samples).name
+        dataset = calibration.write(work, source.contract, host_of(source), traces, source.samples).name
     (work / "observations").mkdir()
     return Request(
         graph=str((source.folder / "model.onnx").resolve()),

@@ -1,27 +1,31 @@
-"""diagnose: one row by layer, step and tensor. Asked for by its path; no other stage reads it.
+"""diagnose: one row by layer, step, tensor and operator. Asked for by its path; no other stage reads it.
 
-Reads the verdict, the metrics of every step, layer and tensor, host.npz, the traces and the artifact's boundary. Writes
-diagnosis.json, heatmap.png (error by layer and step) and diagnosis.html (the sentence, the figures, the picture).
+Reads the verdict, the metrics of every step, layer and tensor, host.npz, the traces, the artifact's boundary and the
+accuracy analysis. Writes diagnosis.json, heatmap.png (error by layer and step) and diagnosis.html (the sentence, the
+figures, the picture).
 """
 
-import base64
-from html import escape
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from kvgate import record
+from kvgate import contract as c
+from kvgate import kinds, record
 from kvgate.columns import percent
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import Trace
+from kvgate.page import page
 from kvgate.symptoms import TENSORS
 
 TAKES_BLOCKED = True
 Array = np.ndarray
 _FLOOR, _TOP = 1e-4, 1.0  # L2 at the ends of the picture's colours
 _CELL = 8  # pixels of a step and layer
+_WORST = 20  # operators shown
+_SAME = 0.01  # L2 up to which the toolkit's own float32 run counts as the reference's
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -37,12 +41,13 @@ def run(job: Job) -> dict[str, Any]:
         body |= {"layers": _layers(arrays), "first_layer": _first_layer(arrays, limit), "tensors": _tensors(job)}
         body |= {"cpu_operators": verdict["figures"]["cpu_operators"], "coverage": verdict.get("coverage", {})}
         body["permuted"] = next((x["text"] for x in verdict["findings"] if x["kind"] == "permuted"), None)
+        body |= _operators(job)
         picture = _picture(arrays)
         if picture is not None:
             _write(job, files, "heatmap.png", picture)
     body["sentence"] = _sentence(body)
-    page = _page(body, (job.folder / "heatmap.png").read_bytes() if "heatmap.png" in files else b"")
-    _write(job, files, "diagnosis.html", page.encode())
+    seen = (job.folder / "heatmap.png").read_bytes() if "heatmap.png" in files else b""
+    _write(job, files, "diagnosis.html", page(body, seen, _FLOOR, _TOP).encode())
     return body | {"files": files, "announce": body["sentence"]}
 
 
@@ -124,6 +129,54 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
     ]
 
 
+def _operators(job: Job) -> dict[str, Any]:
+    """The first operator that is off by itself, its inputs, the kind of its error, and the worst ones in order."""
+    if "accuracy" not in job.inputs:
+        return {}  # a row of ONNX Runtime has no artifact
+    found, limit = job.read("accuracy"), job.config["thresholds"]["operator_l2"]
+    note = _unusable(found)
+    facts = {name: found.get(name) for name in ("state", "artifact", "golden", "simulator", "ranges")}
+    body: dict[str, Any] = {"accuracy": facts | {"limit": limit, "note": note}}
+    if note:
+        return body
+    rows = found["operators"]
+    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
+    identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
+    dtype = identity["quant"].get("config", {}).get("quantized_dtype", "fp16")
+    first = kinds.first(rows, limit)
+    masks = [t.name for t in contract.inputs if t.role == c.MASK]
+    by_tensor = {row["tensor"]: row for row in rows}
+    off = kinds.Off(first, by_tensor, masks, identity["mask_value"], dtype) if first else None
+    kind = kinds.explain(off) if off else None
+
+    def badness(n: int) -> float:
+        value = rows[n].get("isolated_l2")
+        return np.inf if value is None else value
+
+    work = [n for n, row in enumerate(rows) if row["operator"] != "Input" and "golden" in row]
+    worst = sorted(sorted(work, key=badness, reverse=True)[:_WORST])
+    return body | {
+        "first_operator": first,
+        "first_inputs": off.inputs if off else [],
+        "kind": asdict(kind) if kind else None,
+        "operators": [rows[n] for n in worst],
+    }
+
+
+def _unusable(found: dict[str, Any]) -> str:
+    """Why an accuracy analysis says nothing of the row; empty where it does."""
+    if found["status"] != "ok":
+        return found["reason"]
+    if found["fed"]:
+        return f"the toolkit did not take the state as it was fed: {found['fed']}"
+    if found["artifact"].startswith("got"):
+        return f"not the row's artifact: {found['artifact']}"
+    off = [
+        f"{name} {found['golden'][name]:.2g}" for name in ("kv_l2", "logits_l2") if (found["golden"][name] or 0) > _SAME
+    ]
+    return f"the toolkit's own float32 run is not the reference: {', '.join(off)}" if off else ""
+
+
 def _picture(arrays: dict[str, dict[str, Array]]) -> bytes | None:
     """A PNG: layers down (K above V), steps across, the isolated ones first; colour is the L2 on a log scale."""
     import cv2
@@ -147,31 +200,22 @@ def _sentence(body: dict[str, Any]) -> str:
     first = body.get("first_layer")
     if first:
         text += f". First layer off by itself: {first['layer']} {first['tensor']}, median {percent(first['median'])}"
-    return text + (f". What to try: {body['remedy']}" if body.get("remedy") else "")
+    remedy, kind = body.get("remedy"), body.get("kind")
+    if body.get("first_operator"):
+        text += f". First operator off by itself: {_operator(body['first_operator'])}"
+        if kind:
+            text += f": {kind['text']} ({kind['kind']})"
+            remedy = kind["remedy"] or remedy
+    elif body.get("operators"):
+        text += f". No operator is off by itself by more than {percent(body['accuracy']['limit'])}"
+    return text + (f". What to try: {remedy}" if remedy else "")
 
 
-def _page(body: dict[str, Any], picture: bytes) -> str:
-    """One page without scripts or links."""
-    lines = ["<!doctype html>", "<meta charset=utf-8>", "<title>kvgate diagnosis</title>"]
-    lines += ["<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 8px;text-align:right}</style>"]
-    lines += [f"<h1>{escape(str(body['row']['strategy']))} {escape(str(body['row']['quant']))}</h1>"]
-    lines += [f"<p>{escape(body['sentence'])}</p>"]
-    if picture:
-        data = base64.b64encode(picture).decode()
-        lines += [f'<img alt="error by layer and step" src="data:image/png;base64,{data}">']
-        lines += [
-            f"<p>Layers down (K above V), steps across: isolated, then forced. Dark: {_FLOOR:g}, bright: {_TOP:g}.</p>"
-        ]
-    for title, rows in (("Layers", body.get("layers")), ("Cache tensors", body.get("tensors"))):
-        if rows:
-            names = list(rows[0])
-            head = "".join(f"<th>{escape(x.replace('_', ' '))}</th>" for x in names)
-            cells = ("".join(f"<td>{escape(_cell(row.get(x)))}</td>" for x in names) for row in rows)
-            lines += [f"<h2>{title}</h2>", "<table>", f"<tr>{head}</tr>", *(f"<tr>{c}</tr>" for c in cells), "</table>"]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return " to ".join("" if x is None else f"{x:.4g}" for x in value)
-    return "" if value is None else str(value)
+def _operator(row: dict[str, Any]) -> str:
+    where = f"{row['module']} " if row["module"] else ""
+    cosine = "not finite" if row["isolated_cosine"] is None else f"{row['isolated_cosine']:.4f}"
+    cpu = " on the CPU" if row["cpu"] else ""
+    return (
+        f"{where}{row['operator']}{cpu} ({row['tensor']}), isolated {percent(row['isolated_l2'])}, "
+        f"isolated cosine {cosine}"
+    )

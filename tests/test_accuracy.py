@@ -1,0 +1,141 @@
+"""The toolkit's accuracy analysis of a tiny decoder: what it gives, that it is the row's, and two planted causes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinygraph
+from kvgate import kinds, record
+from kvgate.compiler import toolkit
+from kvgate.job import Job
+from kvgate.stages import accuracy, build, verify
+from onnx import numpy_helper
+
+LIMIT = 0.05
+W8A8: dict[str, Any] = {"mask": -100, "calibrate": True, "config": {"quantized_dtype": "w8a8"}}
+
+
+@pytest.fixture(autouse=True)
+def may_see_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no value lies outside its range, which would come before the causes that are planted here."""
+    monkeypatch.setattr(build.calibration, "refuse_verified", lambda *_: None)
+
+
+def prepared(root: Path, quant: dict[str, Any], change: Callable[[Any], None] = lambda model: None) -> Job:
+    """An accuracy job of a row that is built and verified. Quantized ones are calibrated with what they are shown."""
+    built = tinygraph.prepare(root, quant, change, samples=tinygraph.SLOTS)
+    if quant.get("calibrate"):
+        del built.inputs["calibration.b"]
+        built.inputs["calibration.a"] = built.inputs["trace.text"]
+    record.write(built.record, {"status": "ok", **build.run(built)})
+    names = {k: v for k, v in built.wildcards.items() if k != "part"} | {"backend": "simulator"}
+    inputs = {"export": built.inputs["export"], "observed": built.record, "build": built.record}
+    inputs["trace.text"] = built.inputs["trace.text"]
+    verified = Job("verify", names, {"programs": built.config["programs"]}, inputs, root)
+    record.write(verified.record, {"status": "ok", **verify.run(verified)})
+    inputs = built.inputs | {"build": built.record, "verify": verified.record}
+    return Job("accuracy", names, built.config, inputs, root)
+
+
+def off(body: dict[str, Any], mask: float) -> kinds.Off:
+    first = kinds.first(body["operators"], LIMIT)
+    assert first is not None
+    return kinds.Off(first, {x["tensor"]: x for x in body["operators"]}, ["mask.0"], mask)
+
+
+def row(body: dict[str, Any], tensor: str) -> dict[str, Any]:
+    return next(x for x in body["operators"] if x["tensor"] == tensor)
+
+
+@pytest.mark.slow
+def test_float16(tmp_path: Path) -> None:
+    job = prepared(tmp_path, {})
+    body = accuracy.run(job)
+    assert body["artifact"] == "equal" and body["fed"] == ""
+    assert body["golden"]["kv_l2"] < 1e-5 and body["golden"]["logits_l2"] < 1e-5  # their float32 run is the reference
+    # The state is the row's worst, and the analysis' simulator makes the same error there.
+    assert body["state"]["history"] == "isolated" and body["state"]["error"] > 1e-5
+    assert body["simulator"]["kv_l2"] == pytest.approx(body["state"]["error"], rel=0.01)
+    assert kinds.first(body["operators"], LIMIT) is None and "no ranges" in body["ranges"]
+    assert row(body, "logits")["saturated"] is None and row(body, "logits")["scale"] is None
+    assert max(x["isolated_l2"] for x in body["operators"]) < 0.005
+    assert not (job.folder / ".analysis").exists()
+    record.write(job.record, body)
+    assert str(tmp_path) not in job.record.read_text()
+    again = accuracy.run(job)
+    assert again == body
+
+
+@pytest.mark.slow
+def test_a_mask_in_one_tensor_with_the_scores(tmp_path: Path) -> None:
+    """The same graph with -100 has attention below the limit: it is the mask."""
+    wide = accuracy.run(prepared(tmp_path / "wide", {**W8A8, "mask": -1e4}))
+    attention = next(x for x in wide["operators"] if x["operator"] == "exSDPAttention")
+    near = accuracy.run(prepared(tmp_path / "near", W8A8))
+    assert attention["isolated_l2"] > 3 * row(near, attention["tensor"])["isolated_l2"]
+    kind = kinds.explain(off(wide, -1e4))
+    assert kind is not None and kind.kind == "mask", (kind, off(wide, -1e4).row)
+    # The list of ranges is another run of the calibration than the artifact's, and has the same ranges.
+    built = record.read(next((tmp_path / "near").rglob("build.json")))["boundary"]["inputs"]
+    key, boundary = row(near, "key.0_int8"), next(t for t in built if t["name"] == "key.0")
+    assert [key[x] for x in ("low", "high", "scale")] == pytest.approx([boundary[x] for x in ("low", "high", "scale")])
+
+
+def outlier(model: Any) -> None:
+    """One channel of the first norm a thousand times as large, taken back by the products that read it."""
+    for x in model.graph.initializer:
+        array = numpy_helper.to_array(x).copy()
+        if x.name == "norm0.gain":
+            array[3] *= 1000
+        elif x.name in ("q0.weight", "key0.weight", "value0.weight"):
+            array[3] /= 1000
+        else:
+            continue
+        x.CopyFrom(numpy_helper.from_array(array, x.name))
+
+
+@pytest.mark.slow
+def test_an_outlier_channel(tmp_path: Path) -> None:
+    body = accuracy.run(prepared(tmp_path, W8A8, outlier))
+    assert body["golden"]["kv_l2"] < 1e-4  # the function is the same
+    found = off(body, -100)
+    kind = kinds.explain(found)
+    assert kind is not None and kind.kind == "outlier channel", (kind, found.row, found.inputs)
+    assert "rotate" in kind.remedy
+
+
+@pytest.mark.slow
+def test_a_hybrid_row_is_analysed_as_it_was_built(tmp_path: Path) -> None:
+    body = accuracy.run(prepared(tmp_path, {**W8A8, "hybrid": {"*sdpa*": "float16"}}))
+    assert body["artifact"] == "equal" and body["ranges"] == ""
+    assert {x["dtype"] for x in body["operators"] if x["operator"] == "exSDPAttention"} == {"float16"}
+
+
+@pytest.mark.slow
+def test_what_the_toolkit_refuses_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = prepared(tmp_path, {})
+    monkeypatch.setattr(accuracy.calibration, "feeds", lambda *a: {"embedding": np.zeros((1, 1, 3), np.float32)})
+    with pytest.raises(record.Blocked, match="accuracy analysis: ") as caught:
+        accuracy.run(job)
+    assert "\n" not in caught.value.reason and not (job.folder / ".analysis").exists()
+
+
+def test_the_worst_isolated_step_is_chosen(tmp_path: Path) -> None:
+    config = {"programs": {"a": {}, "b": {}}}
+    job = Job("accuracy", {}, config, {"verify": tmp_path / "metrics.json"}, tmp_path)
+    kv = {"a": [[[0.1, 0.2]], [[0.3, 0.1]]], "b": [[[0.1, 0.25]], [[0.1, 0.1]]]}
+    for name, values in kv.items():
+        (tmp_path / name).mkdir()
+        np.savez(tmp_path / name / "metrics.npz", **{"isolated/kv": values, "isolated/positions": [0, 7]})
+    assert accuracy._state(job) == accuracy.State("a", 7, "isolated", 0.3)
+    kv["b"][0][0][1] = float("nan")  # worse than any number
+    np.savez(tmp_path / "b" / "metrics.npz", **{"isolated/kv": kv["b"], "isolated/positions": [0, 7]})
+    assert accuracy._state(job) == accuracy.State("b", 0, "isolated", None)
+
+
+def test_a_scratch_folder_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / ".work").mkdir()
+    toolkit.scratch(tmp_path, ".analysis")
+    assert (tmp_path / ".work").is_dir()

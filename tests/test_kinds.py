@@ -1,0 +1,110 @@
+"""The kinds of an operator's error on made-up figures: each rule, and what just misses it."""
+
+from typing import Any
+
+import pytest
+from kvgate import kinds
+
+
+def row(tensor: str, operator: str = "Conv", **more: Any) -> dict[str, Any]:
+    body = {"operator": operator, "tensor": tensor, "inputs": [], "isolated_l2": 0.01, "accumulated_l2": 0.01}
+    body |= {"dtype": "int8", "low": -1.0, "high": 1.0, "scale": 2 / 255, "golden": [-1.0, 1.0], "overflow": 0}
+    return body | {"sorted_l2": 0.01, "channels": 3.0, "outside": 0.0, "clipped_l2": 0.0} | more
+
+
+def off(*rows: dict[str, Any], **more: Any) -> kinds.Off:
+    """The last row is the one that is off."""
+    return kinds.Off(rows[-1], {x["tensor"]: x for x in rows}, ["mask.0"], **more)
+
+
+def kind(*rows: dict[str, Any], **more: Any) -> str:
+    found = kinds.explain(off(*rows, **more))
+    return found.kind if found else ""
+
+
+def test_the_first_over_the_limit():
+    rows = [row("a", "Input", isolated_l2=1.0), row("b"), row("c", isolated_l2=0.06), row("d", isolated_l2=0.9)]
+    assert kinds.first(rows, 0.05)["tensor"] == "c" and kinds.first(rows, 0.1)["tensor"] == "d"
+    assert kinds.first(rows[:2], 0.05) is None
+    assert kinds.first([row("b"), row("nan", isolated_l2=None)], 0.05)["tensor"] == "nan"
+    undumped = {k: v for k, v in row("x", isolated_l2=None).items() if k != "golden"}
+    assert kinds.first([undumped], 0.05) is None  # no figure is no error
+
+
+def test_nothing_shown_is_no_kind():
+    assert kind(row("x", isolated_l2=0.1)) == ""
+
+
+MASKS = (row("mask.0_int8", "exDataConvert", scale=39.2), row("mask.0_rs", "Reshape", inputs=["mask.0_int8"]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "inputs", "dtype", "expected"),
+    [
+        (-1e4, ["mask.0_int8"], "int8", "mask"),
+        (-1e4, ["sum"], "int8", "mask"),  # through the sum that adds it
+        (-100, ["mask.0_int8"], "int8", ""),
+        (-1e4, ["keys"], "int8", ""),
+        (-1e4, ["mask.0_int8"], "float16", ""),
+    ],
+)
+def test_mask(mask, inputs, dtype, expected):
+    rows = (*MASKS, row("keys"), row("sum", "Add", inputs=["keys", "mask.0_rs"]))
+    broken = row("p", "exSDPAttention", inputs=inputs, dtype=dtype, isolated_l2=0.6)
+    assert kind(*rows, broken, mask=mask) == expected
+    if expected:
+        found = kinds.explain(off(*rows, broken, mask=mask))
+        assert "-100" in found.remedy and "int8 tensor, in steps of" in found.text
+
+
+def test_a_mask_before_a_product_is_not_this_operators():
+    rows = (*MASKS, row("p", "exSDPAttention", inputs=["mask.0_int8"]), row("out", inputs=["p"], isolated_l2=0.2))
+    assert kind(row("y", "Add"), *rows, mask=-1e4) == ""
+
+
+def test_coverage():
+    cut = {"clipped_l2": 0.09, "outside": 0.031, "isolated_l2": 0.1}
+    found = kinds.explain(off(row("x", **cut)))
+    assert found.kind == "coverage" and "3.1 % of its values" in found.text and "calibration" in found.remedy
+    assert kind(row("x", **cut | {"isolated_l2": 0.2})) == ""  # most of the error has another cause
+
+
+def test_joint_scale():
+    whole = row("qkv", golden=[-8.0, 8.0])
+    part = row("v", "Split", inputs=["qkv"], isolated_l2=0.1)
+    found = kinds.explain(off(whole, part))
+    assert found.kind == "joint scale" and "8 times as large in qkv" in found.text and "qkv" in found.remedy
+    assert kind(row("qkv", golden=[-2.0, 2.0]), part) == ""
+    assert kind(whole, part | {"scale": 0.5}) == ""  # it has a scale of its own
+
+
+def test_outlier_channel():
+    source = row("residual", "Add", channels=40.0)
+    broken = row("y", inputs=["residual"], isolated_l2=0.3)
+    found = kinds.explain(off(source, broken))
+    assert (found.kind, found.tensor) == ("outlier channel", "residual") and "rotate" in found.remedy
+    assert kind(row("residual", "Add", channels=12.0), broken) == ""
+    assert kind(source | {"dtype": "float16"}, broken) == ""
+    product = kinds.explain(off(row("residual", "Mul", channels=40.0), broken))
+    assert product.kind == "outlier channel" and product.remedy == ""  # no rotation reaches it
+
+
+def test_overflow():
+    broken = row("square", "Mul", dtype=None, overflow=3, isolated_l2=None, scale=None)
+    assert kind(broken) == "overflow"
+    assert kind(broken | {"dtype": "int8"}) == ""  # float32 values beyond float16 do not matter to integers
+
+
+def test_layout():
+    moved = {"isolated_l2": 1.2, "accumulated_l2": 1.2, "sorted_l2": 0.01, "dtype": None}
+    assert kind(row("y", "Concat", **moved)) == "layout"
+    assert kind(row("y", "Concat", **moved | {"sorted_l2": 0.5})) == ""
+    assert kind(row("x", accumulated_l2=0.4), row("y", "Concat", **moved, inputs=["x"])) == ""  # it came moved
+
+
+def test_weights():
+    rows = row("x", "exNorm", dtype=None, isolated_l2=1e-4), row("y", dtype=None, inputs=["x"], isolated_l2=0.12)
+    found = kinds.explain(off(*rows, dtype="w4a16"))
+    assert found.kind == "weights" and "int4" in found.text
+    assert kind(*rows, dtype="fp16") == ""
+    assert kind(rows[0] | {"isolated_l2": 0.1}, rows[1], dtype="w4a16") == ""
