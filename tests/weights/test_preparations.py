@@ -12,7 +12,7 @@ from kvgate import metrics, record, sweep
 from kvgate.job import Job
 from kvgate.observe import observe
 from kvgate.stages import export, prepare
-from kvgate.weights import fold, rotate
+from kvgate.weights import fold, rotate, scale
 
 # Not gptq and mixed: they move weights on purpose. plain has nothing to keep.
 ANY = ("vrot", "krot", "qkv", "split2")
@@ -72,6 +72,7 @@ def named(known: tuple[str, ...]) -> list[str]:
 CASES = [
     *(("fold", family) for family in named(fold.FAMILIES)),
     *(("rotate", family) for family in named(rotate.FAMILIES)),
+    *(("scale", family) for family in named(scale.FAMILIES)),
     *((name, family) for name in ANY for family in RECIPE),
 ]
 
@@ -133,4 +134,4 @@ def test_a_plain_form_is_no_ground_for_a_basis(tmp_path):
 
 
 def test_every_preparation_is_tested():
-    assert {*ANY, "fold", "rotate", "gptq", "mixed", "plain"} == set(sweep.modules("weights"))
+    assert {*ANY, "fold", "rotate", "scale", "gptq", "mixed", "plain"} == set(sweep.modules("weights"))

@@ -48,7 +48,9 @@ def remedy(evidence: Evidence) -> str:
     return _REMEDIES.get(rule.__name__, "") if rule else ""
 
 
+_SCALED = "weights `scaled`, if the residual stream leaves float16's range: it is divided by 32"
 _REMEDIES = {
+    "not_a_number": _SCALED,
     "out_of_range": "a strategy of the form `recipe` or `plain`: their norms are fused",
     "permuted": "a strategy with rank 3, which cannot be read as NCHW or NHWC",
     "angles": "a strategy of the form `recipe` or `plain`: the host works the angles out",

@@ -17,6 +17,7 @@ MOVED = 0.1  # share of an error that is left when both sides are sorted, where 
 _KEEPS = ("Add", "Mul", "Reshape", "Transpose", "exDataConvert", "Split", "Concat", "exSoftmax13", "exSoftmaxMask")
 # Tensors of the residual stream, which a rotation of it spreads out.
 _RESIDUAL = ("Add", "exNorm", "Input", "exDataConvert", "Reshape")
+_RANGE = "a strategy of the form `recipe` or `plain`, whose norms are fused; then weights `scaled`"
 Row = Mapping[str, Any]
 
 
@@ -64,7 +65,7 @@ def overflow(off: Off) -> Kind | None:
     for row in (*off.inputs, off.row):
         if row.get("overflow") and row.get("dtype") not in INTEGER:
             text = f"{row['overflow']} values of {row['tensor']} leave float16's range"
-            return Kind("overflow", text, row["tensor"], "a strategy of the form `recipe` or `plain`: norms are fused")
+            return Kind("overflow", text, row["tensor"], _RANGE)
     return None
 
 
