@@ -41,7 +41,7 @@ def test_the_same_logits_and_statistics(tmp_path, family, monkeypatch):
 
 def test_a_wrong_mask_is_seen(tmp_path, monkeypatch):
     made, step, rows = prepared(tmp_path, "mistral")
-    monkeypatch.setattr(whole._Whole, "_masks", lambda self, tokens: torch.zeros(tokens, 1, tokens))
+    monkeypatch.setattr(whole._Whole, "_masks", lambda self, tokens: torch.zeros(tokens, 1, 1, 1, tokens))
     with torch.no_grad():
         slow = equality.decode(made.model, made.spec, step, rows)[0]
         assert (whole.run(made.model, made.spec, step, rows) - slow).norm() > 1e-2 * slow.norm()

@@ -59,18 +59,29 @@ class _Whole(nn.Module):
         q, k, v = torch.vmap(columns)(joint[0], *self.turns)  # [T, Hk, D, 1, g], [T, Hk, D, 1, 1] twice
         self.step.rotations = before
         keys, values = (x[..., 0].permute(1, 2, 3, 0) for x in (k, v))  # [Hk, D, 1, T]
-        out = one.project(torch.vmap(lambda q, mask: one.attend(q, keys, values, mask))(q, self._masks(len(q))))
+        out = one.project(self._attend(q, keys, values))
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out
 
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[T, Hk, D, 1, g] of q [T, Hk, D, 1, g] over keys and values [Hk, D, 1, T]."""
+        one, tokens, groups = self.one, len(q), q.shape[-1]
+        masks = self._masks(tokens)
+        if one.layer.softcap is not None:  # that form takes one mask for all queries
+            return torch.vmap(lambda row, mask: one.attend(row, keys, values, mask))(q, masks)
+        # As T * g queries of one step: a map over T would repeat the keys T times.
+        masks = masks.expand(tokens, -1, -1, groups, -1).permute(1, 2, 0, 3, 4).flatten(2, 3)  # [1 or Hk, 1, T g, T]
+        wide = one.attend(q.permute(1, 2, 3, 0, 4).flatten(3), keys, values, masks)
+        return wide.unflatten(3, (tokens, groups)).permute(3, 0, 1, 2, 4)
+
     def _masks(self, tokens: int) -> Tensor:
-        """Additive, a query a row: [T, 1, T], with alibi [T, Hk, 1, g, T]."""
+        """Additive, a query a row: [T, 1, 1, 1, T], with alibi [T, Hk, 1, g, T]."""
         row, column = torch.arange(tokens)[:, None], torch.arange(tokens)
         seen = (column <= row) & (column > row - (self.window or tokens))
-        mask = torch.where(seen, 0.0, -1e4)[:, None]
+        mask = torch.where(seen, 0.0, -1e4)[:, None, None, None]
         layer = self.one.layer
         if not layer.slopes:
             return mask
         biases = [seams.distance_bias(layer.slopes, column - float(t), "recipe", layer.kv_heads) for t in range(tokens)]
-        return mask[:, None, None] + torch.stack(biases)
+        return mask + torch.stack(biases)
