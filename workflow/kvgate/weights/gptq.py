@@ -6,6 +6,7 @@ grid's end: so the toolkit finds the same scale and changes nothing.
 """
 
 import numpy as np
+import torch
 
 from kvgate.export import grid
 
@@ -61,8 +62,13 @@ def _scales(weight: np.ndarray, group: int, energy: np.ndarray) -> np.ndarray:
 
 
 def _factor(gram: np.ndarray) -> np.ndarray:
-    """Upper Cholesky factor of the inverse Hessian, damped; inputs that are always zero count as one."""
+    """Upper Cholesky factor U of the inverse of the damped Hessian H; inputs that are always zero count as one.
+
+    H^-1 = U^T U, so H = V V^T with V = U^-1 upper: the Cholesky factor from the other end, without inverting H.
+    """
     dead = np.diag(gram) == 0
     gram[dead, dead] = 1.0
     gram[np.diag_indices_from(gram)] += _DAMPING * np.diag(gram).mean()
-    return np.linalg.cholesky(np.linalg.inv(gram)).T
+    upper = torch.linalg.cholesky(torch.from_numpy(gram).flip(0, 1)).flip(0, 1)
+    eye = torch.eye(len(gram), dtype=upper.dtype)
+    return torch.linalg.solve_triangular(upper, eye, upper=True).numpy()
