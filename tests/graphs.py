@@ -1,6 +1,7 @@
 """Graphs of the random models by the real stages, without the workflow. Not a test itself."""
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,22 +57,39 @@ class Model:
             record.write(job.record, export.run(job) | {"status": "ok"})
         return Graph(job.folder)
 
-    def build(self, graph: "Graph", trace: Trace | None, isolated: int = 4) -> dict[str, Any]:
-        """build.json of a graph for rk3576 at fp16, the trace's isolated steps simulated. Raises record.Blocked."""
+    def build(
+        self,
+        graph: "Graph",
+        trace: Trace | None,
+        isolated: int = 4,
+        quant: dict[str, Any] | None = None,
+        calibration: Sequence[Trace] = (),
+    ) -> dict[str, Any]:
+        """build.json of a graph for rk3576, the trace's isolated steps simulated. Raises record.Blocked.
+
+        quant: an entry of quants.yaml, of fp16 where there is none; 8 samples of the calibration texts.
+        """
         name = graph.folder.parent.name
         inputs, programs = {"export": graph.folder / "graph.json"}, {}
         if trace:
-            path = self._job("trace", {"program": name}, {}, {}).folder / "trace.npz"
-            trace.save(str(path))
-            record.write(path.with_name("trace.json"), {"status": "ok", "files": {"trace.npz": record.sha256(path)}})
-            inputs["trace.text"] = path.with_name("trace.json")
+            inputs["trace.text"] = self._saved(name, trace)
             programs["text"] = {"histories": ["isolated"]}
-        quant = {"mask": -10000, "calibrate": False}
-        config = {"quant": quant, "programs": programs, "isolated": isolated, "timeout": 300}
-        job = self._job("build", {"strategy": name, "platform": "rk3576", "quant": "fp16"}, config, inputs)
+        for n, text in enumerate(calibration):
+            inputs[f"calibration.{n}"] = self._saved(f"{name}_{n}", text)
+        entry = {"mask": -10000, "calibrate": False, "config": {}, "build": {}, "hybrid": {}} | (quant or {})
+        config = {"quant": entry, "programs": programs, "isolated": isolated, "timeout": 300}
+        config["calibration"] = {"samples": 8}
+        job = self._job("build", {"strategy": name, "platform": "rk3576", "quant": "q"}, config, inputs)
         body = build.run(job) | {"status": "ok"}
         record.write(job.record, body)
         return body | ({"observed": dict(np.load(job.folder / "observations" / "text.npz"))} if trace else {})
+
+    def _saved(self, program: str, trace: Trace) -> Path:
+        """The record of a trace that is written as the stage writes it."""
+        path = self._job("trace", {"program": program}, {}, {}).folder / "trace.npz"
+        trace.save(str(path))
+        record.write(path.with_name("trace.json"), {"status": "ok", "files": {"trace.npz": record.sha256(path)}})
+        return path.with_name("trace.json")
 
     def text(self, count: int, seed: int = 1) -> Trace:
         """The reference of random ids."""

@@ -141,6 +141,23 @@ def sessions() -> dict[str, Any]:
     return {"equal": outputs() == plain, "different": len(set(plain)), "kept": kind.kept}
 
 
+def arguments() -> dict[str, list[str]]:
+    """The keyword arguments of RKNN.config, which names them all when it refuses one, and of RKNN.build."""
+    import ast
+    import inspect
+    import re
+
+    from rknn.api import RKNN
+
+    text = ""
+    try:
+        RKNN().config(target_platform="rk3576", no_such_argument=1)
+    except ValueError as refusal:
+        text = str(refusal)
+    (known,) = re.findall(r"ValueError: Valid input is (\[.*?\])", text)
+    return {"config": ast.literal_eval(known), "build": list(inspect.signature(RKNN.build).parameters)[1:]}
+
+
 def platform(pair: str) -> str:
     """Whether a platform builds a dtype: `ok`, or the refusal's last line."""
     chip, dtype = pair.split(":")

@@ -94,3 +94,10 @@ def test_the_rule_that_a_failed_build_blames() -> None:
     assert log.rule(text("rule.log")) == "rule squeeze_nd_add at /model/model/layers.0/self_attn/Add"
     assert log.rule(text("warnings.log")) == ""
     assert log.findings(text("rule.log")) == []
+
+
+def test_hybrid_tensors_and_their_dtypes() -> None:
+    said = "I RKNN: [01:30:13.802] Meet hybrid type, dtype: {}, tensor: {}"
+    lines = [said.format("float16", "/layers.0/mlp/down_proj/MatMul#2"), "I Meet nothing", said.format("int16", "a b")]
+    assert log.hybrid("\n".join(lines)) == {"/layers.0/mlp/down_proj/MatMul#2": "float16", "a b": "int16"}
+    assert log.hybrid(text("rk3576_fp16.log")) == {}

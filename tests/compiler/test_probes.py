@@ -28,7 +28,7 @@ def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, found = probe(tmp_path_factory.mktemp("probes"), "cube", "counters", "norms", "sessions")
+    code, found = probe(tmp_path_factory.mktemp("probes"), "cube", "counters", "norms", "sessions", "arguments")
     assert code == 0
     return found
 
@@ -56,6 +56,14 @@ def test_a_norm_of_products_is_all_zeros(probes: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_kept_weights_change_no_bit(probes: dict[str, Any]) -> None:
     assert probes["sessions"] == {"equal": True, "different": 4, "kept": 2}  # one copy a weight, not one a step
+
+
+@pytest.mark.slow
+def test_the_arguments_of_quants_are_the_toolkits(probes: dict[str, Any]) -> None:
+    """Also those that its signature hides in **kwargs; without those that the build stage sets itself."""
+    found = {side: set(names) for side, names in probes["arguments"].items()}
+    assert set(platforms.CONFIG_ARGUMENTS) == found["config"] - {"target_platform", "custom_string"}
+    assert set(platforms.BUILD_ARGUMENTS) == found["build"] - {"do_quantization", "dataset"}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgate import programs
+from kvgate import programs, quants
 from kvgate.compiler import platforms
 from kvgate.config import ConfigError
 
@@ -139,6 +139,8 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
                 raise ConfigError(f"weights.{name}: {step['name']} reads the calibration texts, lacks calibrate: true")
     for name, entry in config["strategies"].items():
         _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
+    for name, entry in config["quants"].items():
+        quants.check(name, entry)
     for n, block in enumerate(config["sweep"]["blocks"]):
         for kind in ("models", "weights", "strategies"):
             for m, name in enumerate(block[kind]):

@@ -81,6 +81,12 @@ def findings(text: str) -> list[dict[str, Any]]:
     return found
 
 
+def hybrid(text: str) -> dict[str, str]:
+    """{tensor: dtype} of the tensors that hybrid quantization, by patterns or automatic, left at another dtype."""
+    found = (re.search(r"Meet hybrid type, dtype: (\w+), tensor: (.+)$", line) for line in lines(text))
+    return {match.group(2): match.group(1) for match in found if match}
+
+
 def rule(text: str) -> str:
     """The fusion rule that the toolkit blames for a failed build, as `rule x at node`; empty where it blames none."""
     found = re.search(r"Rule: (\w+)\s+Subgraph:.*?Op name: (\S+).*?You can add disable_rules=\['\1'\]", text, re.DOTALL)

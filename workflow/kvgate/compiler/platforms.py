@@ -1,6 +1,6 @@
 """What the toolkit builds for which chip: read while planning, so standard library only.
 
-Measured with rknn-toolkit2 2.5.0: each pair was built. tests/compiler/test_platforms.py holds the table to the toolkit.
+Measured with rknn-toolkit2 2.5.0: each pair was built. tests/compiler/test_probes.py holds the tables to the toolkit.
 """
 
 from collections.abc import Mapping
@@ -32,6 +32,27 @@ BOUNDARY: Mapping[str, tuple[str, ...]] = {
     "w4a16": ("float16",),
     "w16a16i_dfp": ("int16", "float16"),
 }
+
+# Keyword arguments of RKNN.config and RKNN.build, without those that the build stage sets itself.
+CONFIG_ARGUMENTS = (
+    *("mean_values", "std_values", "quantized_dtype", "quantized_algorithm", "quantized_method"),
+    *("quantized_hybrid_level", "quant_img_RGB2BGR", "float_dtype", "optimization_level", "remove_weight"),
+    *("compress_weight", "inputs_yuv_fmt", "single_core_mode", "dynamic_input", "model_pruning", "op_target"),
+    *("quantize_weight", "remove_reshape", "sparse_infer", "mini_rknn", "enable_flash_attention"),
+    *("auto_hybrid_cos_thresh", "auto_hybrid_euc_thresh", "memory_plan_strategy", "compute_order"),
+    *("compiler_control_file", "output_optimize", "set_op_attr", "sram_prefer", "nbuf_prefer", "check_data"),
+    *("stream_op", "disable_rules", "enable_const_share", "enable_rnn_loop", "enable_core0_only_mode"),
+    "disable_first_conv",
+)
+BUILD_ARGUMENTS = ("rknn_batch_size", "auto_hybrid")
+
+# What a hybrid quant may leave tensors at. int8 under w16a16i_dfp builds and gives garbage (error 0.996).
+HYBRID: Mapping[str, tuple[str, ...]] = {
+    "w8a8": ("float16", "int16"),
+    "w4a16": ("float16",),
+    "w16a16i_dfp": ("float16",),
+}
+AUTO_HYBRID = ("w8a8",)  # under w4a16 and w16a16i_dfp it chose nothing at any threshold
 
 
 def supported(platform: str) -> tuple[str, ...]:

@@ -173,6 +173,7 @@ def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
         "toolkit": built.version,
         "compiler": built.compiler,
         "boundary": boundary,
+        "hybrid": log.hybrid(text),
         "findings": log.findings(text) + coverage.saturated(outside, boundary, algorithm),
         "risks": risks.find(model, source.contract, figures["operators"], memory),
         "calibration": {

@@ -1,0 +1,93 @@
+"""What a quant may ask of the toolkit, while planning: every mistake is one line."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kvgate import config, sweep
+
+BASE = Path(__file__).parents[1]
+TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
+SHIPPED = yaml.safe_load((BASE / "config/quants.yaml").read_text())
+
+
+def rows(entry: dict[str, Any], platform: str = "rk3576") -> list[sweep.Row]:
+    override = copy.deepcopy(TINY) | {"quants": {"q": copy.deepcopy(entry)}}
+    override["sweep"]["blocks"][0] |= {"quants": ["q"], "platforms": [platform]}
+    return sweep.rows(config.load(BASE, override), BASE)
+
+
+def quant(dtype: str, hybrid: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
+    settings = {"quantized_dtype": dtype, **more.pop("config", {})}
+    return {"mask": -100, "calibrate": True, "config": settings, "hybrid": hybrid or {}, **more}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_set_plans(name: str) -> None:
+    assert {row.quant for row in rows(SHIPPED[name])} == {"q"}
+
+
+@pytest.mark.parametrize("dtype", ["w8a8", "w4a16", "w16a16i_dfp"])
+def test_a_hybrid_with_float16_plans(dtype: str) -> None:
+    assert rows(quant(dtype, {"*": "float16"}))
+
+
+AUTO = {"auto_hybrid": True}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a dtype that is none": (
+        quant("w8a8", {"*attn/*": "int4"}),
+        'quants.q.hybrid.*attn/*: got "int4", known: float16, int16',
+    ),
+    "a list of patterns": (quant("w8a8") | {"hybrid": ["*attn*"]}, 'quants.q.hybrid: got ["*attn*"], allowed: object'),
+    "int16 under w4a16": (
+        quant("w4a16", {"a": "float16", "b": "int16"}),
+        "quants.q.hybrid: got int16 for b, allowed under w4a16: float16",
+    ),
+    "hybrid without quantization": (
+        {"mask": -1, "calibrate": True, "hybrid": {"*": "float16"}},
+        "quants.q.hybrid: got quantized_dtype fp16, allowed: w8a8, w4a16, w16a16i_dfp",
+    ),
+    "hybrid without calibration": (
+        quant("w8a8", {"*": "float16"}, calibrate=False),
+        "quants.q.hybrid: quantizes, lacks calibrate: true",
+    ),
+    "automatic without calibration": (
+        quant("w8a8", build=AUTO, calibrate=False),
+        "quants.q.build.auto_hybrid: quantizes, lacks calibrate: true",
+    ),
+    "patterns and automatic": (
+        quant("w8a8", {"*": "float16"}, build=AUTO),
+        "quants.q: got hybrid and build.auto_hybrid, allowed: one of them",
+    ),
+    "automatic where it does nothing": (
+        quant("w4a16", build=AUTO),
+        "quants.q.build.auto_hybrid: got quantized_dtype w4a16, allowed: w8a8 (",
+    ),
+    "a threshold alone": (
+        quant("w8a8", config={"auto_hybrid_cos_thresh": 0.9}),
+        "quants.q.config.auto_hybrid_cos_thresh: does nothing alone, lacks build.auto_hybrid: true",
+    ),
+    "an argument that the toolkit has not": (
+        quant("w8a8", config={"disable_rule": ["x"]}),
+        "quants.q.config: got the unknown argument disable_rule, known: auto_hybrid_cos_thresh, ",
+    ),
+    "an argument that is another call's": (
+        quant("w8a8", config=AUTO),
+        "quants.q.config: got the unknown argument auto_hybrid, known: ",
+    ),
+    "an argument of the stage's own": (
+        quant("w8a8", build={"dataset": "x"}),
+        "quants.q.build: got the unknown argument dataset, known: auto_hybrid, rknn_batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name: str) -> None:
+    entry, expected = BAD[name]
+    with pytest.raises(config.ConfigError) as error:
+        rows(entry)
+    assert str(error.value).startswith(expected)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,47 @@
+"""What a quant's entry may ask of the toolkit, checked while planning: nothing heavy is imported."""
+
+from typing import Any
+
+from kvgate.compiler import platforms
+from kvgate.config import ConfigError
+
+_THRESHOLDS = ("auto_hybrid_cos_thresh", "auto_hybrid_euc_thresh")
+
+
+def check(name: str, entry: dict[str, Any]) -> None:
+    """Raises ConfigError on an argument that the toolkit has not, or that it would ignore or get wrong."""
+    where = f"quants.{name}"
+    _arguments(f"{where}.config", entry["config"], platforms.CONFIG_ARGUMENTS)
+    _arguments(f"{where}.build", entry["build"], platforms.BUILD_ARGUMENTS)
+    auto = bool(entry["build"].get("auto_hybrid"))
+    for key in _THRESHOLDS:
+        if key in entry["config"] and not auto:
+            raise ConfigError(f"{where}.config.{key}: does nothing alone, lacks build.auto_hybrid: true")
+    if entry["hybrid"] and entry["build"]:  # the toolkit's two steps take no such arguments
+        raise ConfigError(f"{where}: got hybrid and build.{next(iter(entry['build']))}, allowed: one of them")
+    if entry["hybrid"] or auto:
+        _mixed(where, entry, auto)
+
+
+def _arguments(where: str, got: dict[str, Any], known: tuple[str, ...]) -> None:
+    for key in got:
+        if key not in known:
+            raise ConfigError(f"{where}: got the unknown argument {key}, known: {', '.join(sorted(known))}")
+
+
+def _mixed(where: str, entry: dict[str, Any], auto: bool) -> None:
+    """Of a quant that leaves some tensors at another dtype."""
+    what, dtype = f"{where}.build.auto_hybrid" if auto else f"{where}.hybrid", platforms.dtype(entry)
+    if not entry["calibrate"]:
+        raise ConfigError(f"{what}: quantizes, lacks calibrate: true")
+    if auto:
+        if dtype not in platforms.AUTO_HYBRID:
+            allowed = " or ".join(platforms.AUTO_HYBRID)
+            raise ConfigError(f"{what}: got quantized_dtype {dtype}, allowed: {allowed} (elsewhere it changes nothing)")
+        return
+    if dtype not in platforms.HYBRID:
+        raise ConfigError(f"{what}: got quantized_dtype {dtype}, allowed: {', '.join(platforms.HYBRID)}")
+    for pattern, wanted in entry["hybrid"].items():
+        if wanted not in platforms.HYBRID[dtype]:
+            allowed = " or ".join(platforms.HYBRID[dtype])
+            raise ConfigError(f"{what}: got {wanted} for {pattern}, allowed under {dtype}: {allowed}")
