@@ -30,11 +30,16 @@ def test_samples_cover_positions_and_texts(texts: int, capacity: int, data: st.D
     assert positions[0] == 0 and positions == sorted(positions)
     if count > 1:
         assert positions[-1] == capacity - 1
-        # Evenly spread (a repeated first token makes position 0 stand for several texts).
-        assert max(np.diff(positions)) <= -(-capacity // (count - 1)) + 1
+        # Evenly spread but for the first (a repeated first token makes position 0 stand for several texts).
+        assert max(np.diff(positions)) <= -(-capacity // max(count - count // 4 - 1, 1)) + 1
     used = [sum(s.text == t for s in samples) for t in found]
     if count <= capacity // 2:
         assert max(used) - min(used) <= 1
+
+
+def test_first_positions_of_many_texts() -> None:
+    positions = [s.position for s in calibration.choose(ids(15, 128), 128, 64)]
+    assert 12 <= positions.count(0) <= 15 and 40 < len(set(positions)) < 64
 
 
 def test_more_than_two_hundred_samples() -> None:

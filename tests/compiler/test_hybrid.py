@@ -9,11 +9,17 @@ import yaml
 from graphs import Model, relative
 from kvgate import record
 from kvgate.compiler import hybrid
+from kvgate.compiler.hybrid import Tensor
 from kvgate.compiler.request import Failure
 
 QUANTS = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())
 CAPACITY = 16
-TENSORS = {"/layers.0/attn/q_mm": "Conv", "/layers.0/Add-rs": "Add", "/layers.0/attn/Add_1-rs": "Conv"}
+TENSORS = {
+    "/layers.0/attn/q_mm": Tensor("Conv"),
+    "/layers.0/Add-rs": Tensor("Add", 40.0, frozenset({"/layers.0/attn/Add_1-rs"})),
+    "/layers.0/attn/Add_1-rs": Tensor("Conv", 12.0, frozenset({"/layers.0/attn/q_mm"})),
+    "/norm": Tensor("exNorm", 3.0, frozenset({"/layers.0/Add-rs"})),
+}
 
 
 Built = tuple[dict[str, Any], float]  # record, error
@@ -49,17 +55,24 @@ def cache(body: dict[str, Any]) -> set[str]:
 
 
 def test_a_pattern_is_of_names_or_of_operators_and_names() -> None:
-    assert hybrid.choose({"*attn/*": "float16"}, TENSORS) == dict.fromkeys(list(TENSORS)[::2], "float16")
+    assert hybrid.choose({"*attn/*": "float16"}, TENSORS) == dict.fromkeys(list(TENSORS)[:3:2], "float16")
     assert hybrid.choose({"Add:*": "float16"}, TENSORS) == {"/layers.0/Add-rs": "float16"}  # not the bias of a product
     later = hybrid.choose({"Conv:*": "float16", "*q_mm": "int16"}, TENSORS)
     assert later == {"/layers.0/attn/q_mm": "int16", "/layers.0/attn/Add_1-rs": "float16"}
+
+
+def test_a_limit_is_of_values_and_takes_what_reads_them() -> None:
+    over = hybrid.choose({">32": "float16"}, TENSORS)
+    assert over == {"/layers.0/Add-rs": "float16", "/norm": "float16"}
+    assert hybrid.choose({"Conv:>10": "float16"}, TENSORS).keys() == {"/layers.0/attn/Add_1-rs", "/layers.0/Add-rs"}
+    assert hybrid.choose({">100": "float16"}, TENSORS) == {}  # no mistake
 
 
 @pytest.mark.parametrize("pattern", ["add:*", "Add", "Softmax:*", "*attention/*"])
 def test_a_pattern_that_fits_nothing_is_one_line_with_names_that_there_are(pattern: str) -> None:
     with pytest.raises(Failure) as error:
         hybrid.choose({"Add:*": "float16", pattern: "float16"}, TENSORS)
-    assert str(error.value).startswith(f"hybrid: got pattern '{pattern}', which fits none of 3 tensors, e.g. ['Conv:/")
+    assert str(error.value).startswith(f"hybrid: got pattern '{pattern}', which fits none of 4 tensors, e.g. ['Conv:/")
     assert "\n" not in str(error.value)
 
 

@@ -56,6 +56,9 @@ def choose(
 ) -> list[Sample]:
     """`count` samples: positions evenly spread over 0..capacity-1, first and last among them, texts equally often.
 
+    A quarter more are first positions, as far as the texts begin with different tokens: nothing else is as large as
+    what many models compute of a first token, and another token's is of another size.
+
     texts: token ids [T] by text. drawn: of those that the model drew on, the first drawn position: only from there on
     are they sampled, before it they are a text like others. Two texts that begin alike are one sample as far as they
     do. Raises Blocked where there are no texts, one is shorter than the capacity, there are fewer different positions
@@ -77,7 +80,7 @@ def choose(
         raise record.Blocked(f"calibration: got {count} samples, allowed: 1 to {len(slots)} different (text, position)")
     used: Counter[str] = Counter()
     samples: list[Sample] = []
-    for position in (slots[at] for at in spread(count, len(slots))):
+    for position in _positions(slots, len(different[0]), count):
         taken = {s.text for s in samples[-len(texts) :] if s.position == position}
         free = (t for t in different[position].values() if t not in taken)
         text = min(free, key=lambda t: (used[t], t not in drawn))
@@ -90,6 +93,15 @@ def choose(
                 "allowed: more samples, or fewer such texts"
             )
     return samples
+
+
+def _positions(slots: Sequence[int], firsts: int, count: int) -> list[int]:
+    """`count` of `slots`, the positions of all different samples, in order; `firsts` of them are 0."""
+    for more in range(min(firsts, count // 4), -1, -1):
+        positions = [0] * more + [slots[at] for at in spread(count - more, len(slots))]
+        if positions.count(0) <= firsts:
+            break
+    return positions
 
 
 def digest(samples: Sequence[Sample], traces: Mapping[str, str]) -> str:

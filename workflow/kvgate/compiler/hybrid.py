@@ -1,6 +1,7 @@
 """Hybrid quantization: some tensors at another dtype, chosen by patterns. Runs in the child."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,7 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     path = Path(f"{stem}.quantization.cfg")
     settings = yaml.safe_load(path.read_text())
     graph = onnx.load(f"{stem}.model", load_external_data=False).graph  # after all fusions
-    makers = {name: node.op_type for node in graph.node for name in node.output}
-    # The list also has constants and the graph's own inputs and outputs, whose names step 2 refuses.
-    refused = {value.name for value in graph.output}
-    tensors = {n: makers[n] for n in settings["quantize_parameters"] if n in makers and n not in refused}
-    settings["custom_quantize_layers"] = choose(request.hybrid, tensors)
+    settings["custom_quantize_layers"] = choose(request.hybrid, _tensors(graph, settings["quantize_parameters"]))
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
     # The object of step 1 keeps state that breaks step 2.
     second = opened()
@@ -33,18 +30,46 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     return second
 
 
-def choose(patterns: Mapping[str, str], tensors: Mapping[str, str]) -> dict[str, str]:
-    """{tensor: dtype} of the tensors that a pattern fits, a later over an earlier. Raises Failure where one has none.
+@dataclass(frozen=True)
+class Tensor:
+    operator: str  # that makes it
+    peak: float = 0.0  # largest magnitude that the calibration saw
+    reads: frozenset[str] = frozenset()  # tensors that its operator reads
 
-    tensors: name to the operator that makes it. A pattern is of the whole `operator:name`, or of the name where it has
-    no colon: operators are named alike in every family, the rest of a name is the model's own.
+
+def _tensors(graph: Any, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those that may be chosen. The toolkit's list also has constants and the graph's inputs and outputs: refused."""
+    outputs = {value.name for value in graph.output}
+    found = {}
+    for node in graph.node:
+        for name in node.output:
+            if name in settings and name not in outputs:
+                range_ = settings[name]
+                peak = max((abs(x) for x in (*range_["min"], *range_["max"])), default=0.0)
+                found[name] = Tensor(node.op_type, peak, frozenset(node.input))
+    return found
+
+
+def choose(patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """{tensor: dtype} of the tensors that a pattern fits, a later one over an earlier.
+
+    `name` or `operator:name` with wildcards: operators are named alike in every family, the rest of a name is the
+    model's own. `>32` or `operator:>32`: tensors whose values were seen beyond it, and what reads one of them, or it
+    would be rounded on the way. Raises Failure where a name fits none; that nothing is beyond a limit is no mistake.
     """
     chosen: dict[str, str] = {}
     for pattern, dtype in patterns.items():
-        named = {n: f"{operator}:{n}" if ":" in pattern else n for n, operator in tensors.items()}
-        fitting = [n for n, full in named.items() if fnmatchcase(full, pattern)]
-        if not fitting:
-            some = [f"{operator}:{n}" for n, operator in tensors.items()][:4]
-            raise Failure(f"hybrid: got pattern {pattern!r}, which fits none of {len(tensors)} tensors, e.g. {some}")
+        operator, _, name = pattern.rpartition(":")
+        own = [n for n, t in tensors.items() if fnmatchcase(t.operator, operator or "*")]
+        if name.startswith(">"):
+            over = {n for n in own if tensors[n].peak > float(name[1:])}
+            fitting = [n for n, t in tensors.items() if n in over or t.reads & over]
+        else:
+            fitting = [n for n in own if fnmatchcase(n, name)]
+            if not fitting:
+                some = [f"{t.operator}:{n}" for n, t in tensors.items()][:4]
+                raise Failure(
+                    f"hybrid: got pattern {pattern!r}, which fits none of {len(tensors)} tensors, e.g. {some}"
+                )
         chosen |= dict.fromkeys(fitting, dtype)
     return chosen
