@@ -46,16 +46,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "quants.q.hybrid: got int16 for b, allowed under w4a16: float16",
     ),
     "hybrid without quantization": (
-        {"mask": -1, "calibrate": True, "hybrid": {"*": "float16"}},
+        {"mask": -1, "hybrid": {"*": "float16"}},
         "quants.q.hybrid: got quantized_dtype fp16, allowed: w8a8, w4a16, w16a16i_dfp",
     ),
     "hybrid without calibration": (
         quant("w8a8", {"*": "float16"}, calibrate=False),
-        "quants.q.hybrid: quantizes, lacks calibrate: true",
+        "quants.q.config.quantized_dtype: quantizes, lacks calibrate: true",
     ),
-    "automatic without calibration": (
-        quant("w8a8", build=AUTO, calibrate=False),
-        "quants.q.build.auto_hybrid: quantizes, lacks calibrate: true",
+    "calibration without a dtype": (
+        {"mask": -1, "calibrate": True},
+        "quants.q.calibrate: calibrates, lacks config.quantized_dtype",
     ),
     "patterns and automatic": (
         quant("w8a8", {"*": "float16"}, build=AUTO),

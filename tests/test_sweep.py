@@ -118,7 +118,7 @@ BAD = {
     "quant that the chip has not": (
         lambda c: (
             block(quants=["q"])(c),
-            c.update(quants={"q": {"mask": -1, "config": {"quantized_dtype": "w8a16"}}}),
+            c.update(quants={"q": {"mask": -1, "calibrate": True, "config": {"quantized_dtype": "w8a16"}}}),
         ),
         "sweep.blocks[0]: quant q is w8a16, which rk3576 has not; supported: fp16, w8a8, w4a16, w16a16i_dfp",
     ),
@@ -234,7 +234,8 @@ BAD = {
     "a password": (with_boards(["b"], b=BOARD | {"password": "x"}), "boards.b: got the unknown key password, known: "),
     "a preparation that is none": (
         set_at("weights", {"plain": {"steps": [{"name": "smooth"}]}}),
-        "weights.plain.steps[0].name: got 'smooth', known: fold, gptq, krot, mixed, plain, qkv, rotate, split2, vrot",
+        "weights.plain.steps[0].name: got 'smooth', "
+        "known: fold, gptq, krot, mixed, plain, qkv, rotate, scale, split2, vrot",
     ),
     "split2 with w8a8": (
         block(weights=["split"], quants=["w8a8"]),

@@ -13,6 +13,11 @@ def check(name: str, entry: dict[str, Any]) -> None:
     where = f"quants.{name}"
     _arguments(f"{where}.config", entry["config"], platforms.CONFIG_ARGUMENTS)
     _arguments(f"{where}.build", entry["build"], platforms.BUILD_ARGUMENTS)
+    quantizes = "quantized_dtype" in entry["config"]
+    if quantizes and not entry["calibrate"]:
+        raise ConfigError(f"{where}.config.quantized_dtype: quantizes, lacks calibrate: true")
+    if entry["calibrate"] and not quantizes:
+        raise ConfigError(f"{where}.calibrate: calibrates, lacks config.quantized_dtype")
     auto = bool(entry["build"].get("auto_hybrid"))
     for key in _THRESHOLDS:
         if key in entry["config"] and not auto:
@@ -32,8 +37,6 @@ def _arguments(where: str, got: dict[str, Any], known: tuple[str, ...]) -> None:
 def _mixed(where: str, entry: dict[str, Any], auto: bool) -> None:
     """Of a quant that leaves some tensors at another dtype."""
     what, dtype = f"{where}.build.auto_hybrid" if auto else f"{where}.hybrid", platforms.dtype(entry)
-    if not entry["calibrate"]:
-        raise ConfigError(f"{what}: quantizes, lacks calibrate: true")
     if auto:
         if dtype not in platforms.AUTO_HYBRID:
             allowed = " or ".join(platforms.AUTO_HYBRID)
