@@ -86,7 +86,17 @@ def test_outlier_channel():
     assert kind(row("residual", "Add", channels=12.0), broken) == ""
     assert kind(source | {"dtype": "float16"}, broken) == ""
     product = kinds.explain(off(row("residual", "Mul", channels=40.0), broken))
-    assert product.kind == "outlier channel" and product.remedy == ""  # no rotation reaches it
+    assert product.kind == "outlier channel" and "outliers" in product.remedy  # no rotation reaches it
+
+
+def test_a_range_that_another_position_has_set():
+    norm = row("norm", "exNorm", inputs=["sum"], isolated_l2=0.5)
+    source = row("sum", "Add", low=-1229.0, high=1229.0, golden=[-12.5, 11.4])
+    found = kinds.explain(off(source, norm))
+    assert (found.kind, found.tensor) == ("stretched", "sum") and "98.3 times its values here" in found.text
+    assert "w8a8_outliers" in found.remedy
+    assert kind(source | {"low": -60.0, "high": 60.0}, norm) == ""
+    assert kind(source | {"dtype": "float16"}, norm) == ""
 
 
 def test_overflow():

@@ -58,9 +58,9 @@ _REMEDIES = {
     "random_weights": "weights.bin beside the graph: run again",
 }
 _BY_DTYPE = {
-    "w8a8": "weights `int8` (rotate, vrot, krot, qkv) and a mask of -100",
-    "w4a16": "weights `split` with quant w4a16_split2, twice the bytes",
-    "w16a16i_dfp": "weights `int8`, a mask of -100, and many calibration texts",
+    "w8a8": "weights `int8` (where norms forbid to rotate `int8_fold`) with quant w8a8_outliers",
+    "w4a16": "weights `mixed_80` or `split_g32`, twice the bytes, with quant w4a16_g32_split2",
+    "w16a16i_dfp": "weights `int8` with quant w16a16i_outliers, and many calibration texts",
 }
 
 

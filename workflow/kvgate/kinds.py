@@ -12,11 +12,14 @@ INTEGER = {"int8": 8, "int16": 16}
 WIDE_MASK = -1e3  # below it scores and mask in one integer tensor leave the scores no resolution
 CLIPPED = 0.7  # share of an operator's error that cutting off makes where it explains the error
 JOINT = 4.0  # times: the peak of a joint tensor over that of one of its parts, which shares its scale
+STRETCHED = 8.0  # times: a calibrated range over the values of this step, which are left that much fewer integers
 OUTLIER = 20.0  # times: a channel's peak over the median channel's. Normal values of 500 channels have 5
 MOVED = 0.1  # share of an error that is left when both sides are sorted, where values are only in other places
 _KEEPS = ("Add", "Mul", "Reshape", "Transpose", "exDataConvert", "Split", "Concat", "exSoftmax13", "exSoftmaxMask")
 # Tensors of the residual stream, which a rotation of it spreads out.
 _RESIDUAL = ("Add", "exNorm", "Input", "exDataConvert", "Reshape")
+_INT4 = "weights `mixed_80` or `split_g32`, twice the bytes, with quant w4a16_g32_split2"
+_OUTLIERS = "quant `w8a8_outliers` or `w16a16i_outliers`: what is beyond int8 in float16"
 _RANGE = "a strategy of the form `recipe` or `plain`, whose norms are fused; then weights `scaled`"
 Row = Mapping[str, Any]
 
@@ -105,6 +108,20 @@ def coverage(off: Off) -> Kind | None:
     return Kind("coverage", text, off.row["tensor"], "more calibration texts and samples (config.yaml, calibration)")
 
 
+def stretched(off: Off) -> Kind | None:
+    """One scale for all positions: some other one's values, mostly the first token's, leave these few integers."""
+    for row in (*off.inputs, off.row):
+        low, high, own = row.get("low"), row.get("high"), _peak(row)
+        if row.get("dtype") in INTEGER and low is not None and high is not None and own:
+            times = max(abs(low), abs(high)) / own
+            if times > STRETCHED:
+                text = (
+                    f"the calibrated range of {row['tensor']} is {times:.3g} times its values here: of another position"
+                )
+                return Kind("stretched", text, row["tensor"], _OUTLIERS)
+    return None
+
+
 def joint(off: Off) -> Kind | None:
     """A part of a tensor keeps the whole's scale, which its largest part has set."""
     if len(off.inputs) != 1 or off.row.get("dtype") not in INTEGER or not off.row.get("scale"):
@@ -124,7 +141,7 @@ def outlier(off: Off) -> Kind | None:
         return None
     row = max(rows, key=lambda r: r["channels"])
     text = f"a channel of {row['tensor']} peaks at {row['channels']:.3g} times the median channel"
-    remedy = "weights `rotated` or `int8` (rotate)" if row["operator"] in _RESIDUAL else ""
+    remedy = "weights `rotated` or `int8` (rotate)" if row["operator"] in _RESIDUAL else _OUTLIERS
     return Kind("outlier channel", text, row["tensor"], remedy)
 
 
@@ -135,10 +152,10 @@ def weights(off: Off) -> Kind | None:
     if not (right and product and off.dtype.startswith("w4") and off.row.get("dtype") not in INTEGER):
         return None
     text = f"its inputs are float16 and right, its weights are int{off.dtype[1]}"
-    return Kind("weights", text, off.row["tensor"], "weights `split` with quant w4a16_split2, twice the bytes")
+    return Kind("weights", text, off.row["tensor"], _INT4)
 
 
-RULES: tuple[Callable[[Off], Kind | None], ...] = (overflow, layout, mask, coverage, joint, outlier, weights)
+RULES: tuple[Callable[[Off], Kind | None], ...] = (overflow, layout, mask, coverage, joint, stretched, outlier, weights)
 
 
 def _above(off: Off, steps: int) -> list[Row]:
