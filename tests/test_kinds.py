@@ -91,7 +91,7 @@ def test_outlier_channel():
 
 def test_a_range_that_another_position_has_set():
     norm = row("norm", "exNorm", inputs=["sum"], isolated_l2=0.5)
-    source = row("sum", "Add", low=-1229.0, high=1229.0, golden=[-12.5, 11.4])
+    source = row("sum", "Add", low=-1229.0, high=1229.0, golden=[-12.5, 11.4], scale=9.6)
     found = kinds.explain(off(source, norm))
     assert (found.kind, found.tensor) == ("stretched", "sum") and "98.3 times its values here" in found.text
     assert "w8a8_outliers" in found.remedy
