@@ -65,6 +65,7 @@ COLUMNS: tuple[Column, ...] = (
     ("reason", _get("reason"), str),
     ("kv_l2_median", _get("figures", "kv_median"), percent),
     ("kv_l2_worst", _get("figures", "kv_worst", "value"), percent),
+    ("kv_l2_over_1_percent", _get("figures", "kv_over"), percent),
     ("kv_worst_layer", _get("figures", "kv_worst", "layer"), str),
     ("kv_worst_tensor", _get("figures", "kv_worst", "tensor"), str),
     ("kv_worst_position", _get("figures", "kv_worst", "position"), str),

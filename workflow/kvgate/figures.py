@@ -10,6 +10,7 @@ from kvgate.contract import Contract
 from kvgate.symptoms import TENSORS
 
 Array = np.ndarray
+OVER = 0.01  # L2 of a K/V delta that counts as off in `kv_over`
 _ITEM = {"float32": 4, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}  # bytes
 
 
@@ -41,6 +42,7 @@ def figures(
     for label, field in (("kv", "kv"), ("logits", "centred"), ("raw", "raw")):
         median, worst = _over_all(arrays, field)
         found |= {f"{label}_median": median, f"{label}_worst": worst}
+    found["kv_over"] = _share_over(arrays, "kv", OVER)
     centred = found["logits_worst"]
     found["sqnr_db"] = None if not centred or not centred["value"] else number(-20 * np.log10(centred["value"]))
     histories = [h for m in metrics.values() for h in m["histories"].values()]
@@ -72,6 +74,13 @@ def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[fl
                 if len(at) == 3:
                     worst |= {"layer": int(at[1]), "tensor": TENSORS[at[2]]}
     return (number(np.median(np.concatenate(every))), worst) if every else (None, None)
+
+
+def _share_over(arrays: Mapping[str, Mapping[str, Array]], field: str, limit: float) -> float | None:
+    """The share of a measure's values above a limit or not finite, over all steps."""
+    every = [a[f"{h}/{field}"] for a in arrays.values() for h in ("isolated", "forced") if f"{h}/{field}" in a]
+    values = np.concatenate([x.ravel() for x in every]) if every else np.zeros(0)
+    return number(np.mean(~(values <= limit))) if values.size else None
 
 
 def _count(equal: list[bool | None]) -> str:

@@ -18,6 +18,7 @@ _COMPACT = (
     ("quant", "quant"),
     ("verdict", "verdict"),
     ("kv_l2_worst", "K/V worst"),
+    ("kv_l2_over_1_percent", "over 1 %"),
     ("logits_l2_worst", "logits"),
     ("top1", "top-1"),
     ("tokens_end", "to end"),
