@@ -87,9 +87,9 @@ def test_the_shipped_hybrid_set(family: str, tmp_path: Path) -> None:
     assert cache(plain) == {"int8"} and cache(mixed) == {"float16"}
     assert plain["hybrid"] == {} and set(mixed["hybrid"].values()) == {"float16"}
     chosen = [name for name in mixed["hybrid"] if name.endswith("_sdpa")]
-    assert len(chosen) == 2 and "embedding" in mixed["hybrid"] and "logits" not in mixed["hybrid"]
+    assert len(chosen) == 2 and "embedding" in mixed["hybrid"] and any("logits" in n for n in mixed["hybrid"])
     assert mixed["cpu_operators"] == {}
-    assert mixed["weight_bytes"] < 1.3 * plain["weight_bytes"]
+    assert mixed["weight_bytes"] < 2 * plain["weight_bytes"]  # the head is half of so small a model
 
 
 @pytest.mark.slow
@@ -112,9 +112,9 @@ def test_the_toolkits_own_choice_goes_by_its_thresholds(tmp_path: Path) -> None:
     assert none["hybrid"] == {} and same == error and none["cycles"] == plain["cycles"]
     shipped, less = built(tmp_path, "llama", QUANTS["w8a8_auto"])
     everything, least = at(0.99999)
-    assert 10 < len(shipped["hybrid"]) < len(everything["hybrid"])
+    assert 10 < len(shipped["hybrid"]) <= len(everything["hybrid"])
     assert least < 0.01 < less < error
-    assert plain["cycles"] < shipped["cycles"] < everything["cycles"] and shipped["cpu_operators"] == {}
+    assert plain["cycles"] < shipped["cycles"] <= everything["cycles"] and shipped["cpu_operators"] == {}
 
 
 @pytest.mark.slow

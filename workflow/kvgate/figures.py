@@ -80,7 +80,7 @@ def _share_over(arrays: Mapping[str, Mapping[str, Array]], field: str, limit: fl
     """The share of a measure's values above a limit or not finite, over all steps."""
     every = [a[f"{h}/{field}"] for a in arrays.values() for h in ("isolated", "forced") if f"{h}/{field}" in a]
     values = np.concatenate([x.ravel() for x in every]) if every else np.zeros(0)
-    return number(np.mean(~(values <= limit))) if values.size else None
+    return number(float(np.mean(~(values <= limit)))) if values.size else None
 
 
 def _count(equal: list[bool | None]) -> str:
