@@ -14,6 +14,7 @@ STATISTICS = True
 DTYPES = ("w4a16",)
 _DAMPING = 0.01  # of the Hessian's mean diagonal
 _SHARES = np.linspace(1, 0.7, 20, dtype=np.float32)  # of the largest scale, that are tried
+_COLUMNS = 4096  # at once: they do not know of each other, and a head has 262,144
 _BLOCK = 128  # rows whose errors are passed on together
 
 
@@ -24,11 +25,20 @@ def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 
     """
     if gram is None:
         return (grid.nearest(weight, group),)
-    span = group or len(weight)
-    scale = _scales(weight, group, np.diag(gram))
-    ends = np.abs(weight.reshape(len(scale), span, -1)).argmax(1) + span * np.arange(len(scale))[:, None]
     order = np.argsort(-np.diag(gram), kind="stable")
     factor = _factor(gram[np.ix_(order, order)].astype(np.float64))
+    done = np.empty(weight.shape, np.float32)
+    for start in range(0, weight.shape[1], _COLUMNS):
+        columns = slice(start, start + _COLUMNS)
+        done[:, columns] = _rounded(weight[:, columns], np.diag(gram), order, factor, group)
+    return (done,)
+
+
+def _rounded(weight: np.ndarray, energy: np.ndarray, order: np.ndarray, factor: np.ndarray, group: int) -> np.ndarray:
+    """Columns on their grid, row by row in `order`, each row's error passed on by the factor of the inverse Hessian."""
+    span = group or len(weight)
+    scale = _scales(weight, group, energy)
+    ends = np.abs(weight.reshape(len(scale), span, -1)).argmax(1) + span * np.arange(len(scale))[:, None]
     left, done = weight[order].astype(np.float64), np.empty(weight.shape, np.float32)
     for start in range(0, len(order), _BLOCK):
         stop = min(start + _BLOCK, len(order))
@@ -42,7 +52,7 @@ def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 
             errors[n - start] = (left[n] - done[row]) / factor[n, n]
             left[n + 1 : stop] -= np.outer(factor[n, n + 1 : stop], errors[n - start])
         left[stop:] -= factor[start:stop, stop:].T @ errors
-    return (done,)
+    return done
 
 
 def _scales(weight: np.ndarray, group: int, energy: np.ndarray) -> np.ndarray:
@@ -69,6 +79,9 @@ def _factor(gram: np.ndarray) -> np.ndarray:
     dead = np.diag(gram) == 0
     gram[dead, dead] = 1.0
     gram[np.diag_indices_from(gram)] += _DAMPING * np.diag(gram).mean()
-    upper = torch.linalg.cholesky(torch.from_numpy(gram).flip(0, 1)).flip(0, 1)
+    try:
+        upper = torch.linalg.cholesky(torch.from_numpy(gram).flip(0, 1)).flip(0, 1)
+    except torch.linalg.LinAlgError:
+        raise ValueError("Hessian: got NaN or no positive definite matrix, allowed: finite inputs") from None
     eye = torch.eye(len(gram), dtype=upper.dtype)
     return torch.linalg.solve_triangular(upper, eye, upper=True).numpy()
