@@ -40,6 +40,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         quant("w8a8", {"*attn/*": "int4"}),
         'quants.q.hybrid.*attn/*: got "int4", known: float16, int16',
     ),
+    "a limit that is none": (
+        quant("w8a8", {"Add:*|Mul:>abc": "float16"}),
+        "quants.q.hybrid: got the limit '>abc' in 'Add:*|Mul:>abc', allowed: a number, as in '>32'",
+    ),
     "a list of patterns": (quant("w8a8") | {"hybrid": ["*attn*"]}, 'quants.q.hybrid: got ["*attn*"], allowed: object'),
     "int16 under w4a16": (
         quant("w4a16", {"a": "float16", "b": "int16"}),

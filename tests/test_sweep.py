@@ -162,7 +162,8 @@ BAD = {
     ),
     "everything drawn": (
         set_at("programs/tiny_calibration_a/generated", 32),
-        "programs.tiny_calibration_a.generated: got 32, allowed: below its 32 tokens",
+        "programs.tiny_calibration_a.generated: got 32, allowed: at most 28 of its 32 tokens, "
+        "the first 4 are the text's",
     ),
     "less than nothing drawn": (
         set_at("programs/tiny_calibration_a/generated", -1),
@@ -308,7 +309,7 @@ def test_a_text_may_begin_with_a_prompt_s_word(tmp_path):
     rows(set_at("programs/tiny_calibration_a/text", str(tmp_path / "a.txt")))
     (tmp_path / "a.txt").write_text(f"{prompt} \n")
     with pytest.raises(config.ConfigError, match="has the text of program tiny_chat"):
-        rows(lambda c: c["programs"]["tiny_calibration_a"].update(text=str(tmp_path / "a.txt"), generated=30))
+        rows(lambda c: c["programs"]["tiny_calibration_a"].update(text=str(tmp_path / "a.txt"), generated=28))
 
 
 def test_an_empty_prompt_is_refused(tmp_path):

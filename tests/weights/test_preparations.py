@@ -117,6 +117,20 @@ def test_a_group_that_does_not_divide_is_blocked(tmp_path):
         Prepared(tmp_path, "llama", "split2", group=7)
 
 
+def test_a_scale_that_is_no_power_of_two_is_blocked(tmp_path):
+    with pytest.raises(record.Blocked, match=r"preparation scale: by: got 0\.03, allowed: a power of two"):
+        Prepared(tmp_path, "llama", "scale", by=0.03)
+
+
+def test_an_option_that_it_has_not_is_blocked(tmp_path):
+    with pytest.raises(record.Blocked, match="preparation fold: got the unknown option by, known: none"):
+        Prepared(tmp_path, "llama", "fold", by=0.5)
+    with pytest.raises(
+        record.Blocked, match="preparation gptq: got the unknown option groups, known: group, only, skip"
+    ):
+        Prepared(tmp_path, "llama", "gptq", groups=32)
+
+
 def test_patterns_choose_matrices(tmp_path):
     made = Prepared(tmp_path, "llama", "split2", only=["*down_proj*", "lm_head*"], skip=["*layers.0*"])
     assert set(made.body["sums"]) == {"model.layers.1.mlp.down_proj.weight", "lm_head.weight"}

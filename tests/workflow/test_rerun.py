@@ -130,7 +130,8 @@ def test_a_diagnosis_of_any_row(repository):
     more = (
         "sweep: {blocks: [{models: [tiny], strategies: [tiny_blend], platforms: [rk3576], quants: [w8a8, refused]}]}\n"
     )
-    more += "quants: {refused: {mask: -10000, config: {optimisation: 3}}}\n"
+    quant = "mask: -100, calibrate: true, config: {quantized_dtype: w8a8}, hybrid: {'*/no/*': float16}"
+    more += f"quants: {{refused: {{{quant}}}}}\n"
     (repository.path / "more.yaml").write_text(more)
     config = "tests/workflow/tiny.yaml more.yaml"
     rows = [f"results/models/tiny/rows/plain/tiny_blend/rk3576/{q}/simulator" for q in ("w8a8", "refused")]
@@ -145,7 +146,10 @@ def test_a_diagnosis_of_any_row(repository):
     assert shown["accuracy"]["golden"]["kv_l2"] < 1e-5
     assert {x["layer"] for x in shown["operators"]} >= {0, 1} and len(shown["operators"]) == 20
     assert shown["first_operator"]["module"].startswith("layers.0/")
-    assert "First operator off by itself: layers.0/" in shown["sentence"] and "blocked: config: " in blocked["sentence"]
+    assert (
+        "First operator off by itself: layers.0/" in shown["sentence"]
+        and "blocked: hybrid: got pattern" in blocked["sentence"]
+    )
     assert "accuracy" not in blocked
     assert repository.planned("--nolock", *paths, config=config) == {}
 

@@ -56,8 +56,8 @@ def choose(
 ) -> list[Sample]:
     """`count` samples: positions evenly spread over 0..capacity-1, first and last among them, texts equally often.
 
-    A quarter more are first positions, as far as the texts begin with different tokens: nothing else is as large as
-    what many models compute of a first token, and another token's is of another size.
+    Up to a quarter are first positions, where the texts' first tokens differ (with a start token, one): nothing else is
+    as large as what many models compute of a first token, and another token's is of another size.
 
     texts: token ids [T] by text. drawn: of those that the model drew on, the first drawn position: only from there on
     are they sampled, before it they are a text like others. Two texts that begin alike are one sample as far as they

@@ -59,7 +59,7 @@ _REMEDIES = {
 }
 _BY_DTYPE = {
     "w8a8": "weights `int8` (where norms forbid to rotate `int8_fold`) with quant w8a8_outliers",
-    "w4a16": "weights `mixed_80` or `split_g32`, twice the bytes, with quant w4a16_g32_split2",
+    "w4a16": "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)",
     "w16a16i_dfp": "weights `int8` with quant w16a16i_outliers, and many calibration texts",
 }
 

@@ -18,7 +18,7 @@ MOVED = 0.1  # share of an error that is left when both sides are sorted, where 
 _KEEPS = ("Add", "Mul", "Reshape", "Transpose", "exDataConvert", "Split", "Concat", "exSoftmax13", "exSoftmaxMask")
 # Tensors of the residual stream, which a rotation of it spreads out.
 _RESIDUAL = ("Add", "exNorm", "Input", "exDataConvert", "Reshape")
-_INT4 = "weights `mixed_80` or `split_g32`, twice the bytes, with quant w4a16_g32_split2"
+_INT4 = "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)"
 _OUTLIERS = "quant `w8a8_outliers` or `w16a16i_outliers`: what is beyond int8 in float16"
 _RANGE = "a strategy of the form `recipe` or `plain`, whose norms are fused; then weights `scaled`"
 Row = Mapping[str, Any]

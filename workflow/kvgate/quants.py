@@ -1,5 +1,6 @@
 """What a quant's entry may ask of the toolkit, checked while planning: nothing heavy is imported."""
 
+import re
 from typing import Any
 
 from kvgate.compiler import platforms
@@ -48,3 +49,7 @@ def _mixed(where: str, entry: dict[str, Any], auto: bool) -> None:
         if wanted not in platforms.HYBRID[dtype]:
             allowed = " or ".join(platforms.HYBRID[dtype])
             raise ConfigError(f"{what}: got {wanted} for {pattern}, allowed under {dtype}: {allowed}")
+        for part in pattern.split("|"):
+            limit = part.rpartition(":")[2]
+            if limit.startswith(">") and not re.fullmatch(r">\d+(\.\d+)?", limit):
+                raise ConfigError(f"{what}: got the limit {limit!r} in {pattern!r}, allowed: a number, as in '>32'")

@@ -51,25 +51,28 @@ def _tensors(graph: Any, settings: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def choose(patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """{tensor: dtype} of the tensors that a pattern fits, a later one over an earlier.
+    """{tensor: dtype} of the tensors that a pattern fits.
 
-    `name` or `operator:name` with wildcards: operators are named alike in every family, the rest of a name is the
-    model's own. `>32` or `operator:>32`: tensors whose values were seen beyond it, and what reads one of them, or it
-    would be rounded on the way. Raises Failure where a name fits none; that nothing is beyond a limit is no mistake.
+    `name` or `operator:name` with wildcards, alternatives between `|`: operators are named alike in every family, the
+    rest of a name is the model's own. `>32` or `operator:>32`: tensors whose values were seen beyond it, and what reads
+    one of them, or it would be rounded on the way. Raises Failure where a name fits none (that nothing is beyond a
+    limit is no mistake), and where patterns disagree: their order is not kept.
     """
     chosen: dict[str, str] = {}
     for pattern, dtype in patterns.items():
-        operator, _, name = pattern.rpartition(":")
-        own = [n for n, t in tensors.items() if fnmatchcase(t.operator, operator or "*")]
-        if name.startswith(">"):
-            over = {n for n in own if tensors[n].peak > float(name[1:])}
-            fitting = [n for n, t in tensors.items() if n in over or t.reads & over]
-        else:
-            fitting = [n for n in own if fnmatchcase(n, name)]
-            if not fitting:
-                some = [f"{t.operator}:{n}" for n, t in tensors.items()][:4]
-                raise Failure(
-                    f"hybrid: got pattern {pattern!r}, which fits none of {len(tensors)} tensors, e.g. {some}"
-                )
-        chosen |= dict.fromkeys(fitting, dtype)
+        for name in sorted({n for part in pattern.split("|") for n in _fitting(part, tensors)}):
+            if chosen.setdefault(name, dtype) != dtype:
+                raise Failure(f"hybrid: got {chosen[name]} and {dtype} for {name}, allowed: patterns that agree")
+        if ">" not in pattern and not any(_fitting(part, tensors) for part in pattern.split("|")):
+            some = [f"{t.operator}:{n}" for n, t in tensors.items()][:4]
+            raise Failure(f"hybrid: got pattern {pattern!r}, which fits none of {len(tensors)} tensors, e.g. {some}")
     return chosen
+
+
+def _fitting(pattern: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    operator, _, name = pattern.rpartition(":")
+    own = [n for n, t in tensors.items() if fnmatchcase(t.operator, operator or "*")]
+    if not name.startswith(">"):
+        return [n for n in own if fnmatchcase(n, name)]
+    over = {n for n in own if tensors[n].peak > float(name[1:])}
+    return [n for n, t in tensors.items() if n in over or t.reads & over]

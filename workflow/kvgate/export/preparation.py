@@ -71,7 +71,12 @@ class Work:
         self._replace(step, one)
 
     def matrices(self, step: Any, options: Options) -> None:
-        """All matrices at once, with a function that measures what changes of them cost."""
+        """All matrices at once, with a function that measures what changes of them cost.
+
+        Raises ValueError after a preparation of single matrices: the model that would be measured has none of it.
+        """
+        if self.state:
+            raise ValueError("got a step on matrices before it, allowed: none")
         self._replace(step, lambda weights, grams: step.matrices(weights, grams, self._loss, **options))
 
     def _loss(self, changes: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -123,7 +128,10 @@ class Work:
             raise ValueError(f"needs the recipe, got the plain form: {self.spec.reason}")
 
     def _is_product(self, name: str) -> bool:
-        """Whether the graph multiplies by it; a norm's weight of two axes is none."""
+        """Whether the graph multiplies by it; a norm's weight of two axes is none.
+
+        The output projection of a model with one KV head is a convolution there, of four axes: it stays as it is.
+        """
         return name.rpartition(".")[2] in ("qkv", "out", "weight") and not any(
             name.startswith(f"{norm.module}.") for norm in self.spec.norms
         )

@@ -1,6 +1,6 @@
 """A prepared model over a whole text in one call: its attention sees all tokens at once instead of a growing cache.
 
-For statistics: a token at a time costs ten times as much. Only the recipe's attention knows the trick.
+For statistics of long texts. Only the recipe's attention knows the trick.
 """
 
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=into.parent, prefix=".package.") as temporary:
         wheels: dict[str, str] = {}
         found = _take(source, Path(temporary) / "0", wheels)
-        for n, part in enumerate(source.get("parts", []), start=1):
+        for n, part in enumerate(_parts(source), start=1):
             _append(found, _take(part, Path(temporary) / str(n), wheels), name)
         if found.is_dir():
             facts = folder.take(found, into, name)
@@ -40,6 +40,14 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
 
 def _name(part: dict[str, Any]) -> str:
     return f"package {part['name']}=={part['version']}: {part['file']}"
+
+
+def _parts(source: dict[str, Any]) -> list[dict[str, Any]]:
+    parts = source.get("parts", [])
+    keys = {"name", "version", "file"}
+    if not isinstance(parts, list) or not all(isinstance(x, dict) and x.keys() == keys for x in parts):
+        raise _blocked("source", f"{_name(source)}: parts: got {parts}, allowed: a list of name, version, file")
+    return parts
 
 
 def _take(part: dict[str, Any], into: Path, wheels: dict[str, str]) -> Path:

@@ -1,6 +1,7 @@
 """Prepare: a checkpoint becomes weights.bin, every tensor in the orientation that the graph uses, and its facts."""
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from kvgate import record, weights
 from kvgate.job import Job
 
 FORMS = ("recipe", "plain")
+_HOOKS = ("checkpoint", "heads", "turn", "linear", "matrices")
 
 
 def preparation(name: str) -> Any:
@@ -36,13 +38,17 @@ def run(job: Job) -> dict[str, Any]:
     steps = [(step["name"], preparation(step["name"]), step["options"]) for step in job.config["weights"]["steps"]]
     with torch.no_grad():
         model = load.model(job.inputs["fetch"].parent)
-        for name, step, _ in steps:
+        for name, step, options in steps:
+            _check_options(name, step, options)
             families = getattr(step, "FAMILIES", None)
             if families and model.config.model_type not in families:
                 _refuse(f"preparation {name}: got a {model.config.model_type}, known: {', '.join(families)}")
             if hasattr(step, "checkpoint"):
                 print(f"preparation {name}: the model", file=sys.stderr)
-                step.checkpoint(model)
+                try:
+                    step.checkpoint(model, **options)
+                except ValueError as why:
+                    _refuse(f"preparation {name}: {why}")
         prepared = prepare(model, job.wildcards["form"])
         tensors, bases, sums = _changed(job, prepared, steps)
         index, digest = blob.write(job.folder / "weights.bin", tensors)
@@ -65,6 +71,18 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
+def _check_options(name: str, step: Any, options: dict[str, Any]) -> None:
+    known = {"only", "skip"} if hasattr(step, "linear") else set()
+    for hook in (getattr(step, x) for x in _HOOKS if hasattr(step, x)):
+        known |= {
+            x.name
+            for x in inspect.signature(hook).parameters.values()
+            if x.kind is x.KEYWORD_ONLY or x.default is not x.empty
+        }
+    for option in options.keys() - known:
+        _refuse(f"preparation {name}: got the unknown option {option}, known: {', '.join(sorted(known)) or 'none'}")
+
+
 def _changed(job: Job, prepared: Any, steps: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
     """The graph's tensors, the tables of changed bases, and how many matrices stand for one that is now a sum."""
     from kvgate.export import preparation
@@ -73,7 +91,7 @@ def _changed(job: Job, prepared: Any, steps: list[Any]) -> tuple[dict[str, Any],
     work = preparation.Work(prepared, texts)
     try:
         for name, step, options in steps:
-            for hook in ("heads", "turn", "linear", "matrices"):
+            for hook in _HOOKS[1:]:
                 if hasattr(step, hook):
                     print(f"preparation {name}: {hook}", file=sys.stderr)
                     getattr(work, hook)(step, options)

@@ -23,6 +23,7 @@ def matrices(
     weights: Matrices,
     grams: Matrices,
     loss: Callable[[Matrices], Mapping[str, float]],
+    *,
     megabytes: float,
     group: int = 0,
 ) -> dict[str, tuple[np.ndarray, ...]]:

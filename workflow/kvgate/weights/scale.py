@@ -1,7 +1,10 @@
 """The residual stream divided by a power of two, where float16 cannot hold it: some models sum up to beyond 65,504.
 
-What is added to the stream is scaled, and so is the epsilon of the norms that read it (its square): exact in float32.
+What is added to the stream is scaled, and so is the epsilon of the norms that read it (its square): exact in float32,
+but for a gain that is kept less one, which is rounded.
 """
+
+import math
 
 from torch import nn
 
@@ -13,6 +16,9 @@ _AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")  # Gemma's n
 
 
 def checkpoint(model: nn.Module, by: float = 1 / 32) -> None:
+    """Raises ValueError where `by` is no power of two."""
+    if by <= 0 or math.frexp(by)[0] != 0.5:
+        raise ValueError(f"by: got {by:g}, allowed: a power of two")
     head = model.get_output_embeddings()  # type: ignore[operator]
     head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)  # no longer the embedding's
     model.config.tie_word_embeddings = False
