@@ -37,7 +37,7 @@ def test_a_trace_is_read_to_its_end(tmp_path):
 
 
 def divergence(model, spec, step, texts) -> list[torch.Tensor]:
-    return [statistics._run(model, spec, step, rows).double().log_softmax(1) for rows in texts]
+    return [statistics.run(model, spec, step, rows).double().log_softmax(1) for rows in texts]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_g8", "gpt2"])

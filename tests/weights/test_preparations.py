@@ -11,7 +11,7 @@ import pytest
 from kvgate import metrics, record, sweep
 from kvgate.job import Job
 from kvgate.observe import observe
-from kvgate.stages import export, prepare
+from kvgate.stages import check, export, prepare
 from kvgate.weights import fold, rotate, scale
 
 # Not gptq and mixed: they move weights on purpose. plain has nothing to keep.
@@ -89,6 +89,24 @@ def test_all_together_in_every_strategy(tmp_path, module):
     made = Prepared(tmp_path, "llama", "rotate", "vrot", "krot", "qkv", "split2", module=module)
     assert made.error() < 1e-5
     assert set(made.body["sums"].values()) == {2}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bloom"])
+def test_a_graph_of_moved_weights_is_held_to_what_they_give(tmp_path, family):
+    made = Prepared(tmp_path, family, "gptq", form="plain" if family == "bloom" else "recipe")
+    text = made.root / "text.json"
+    made.trace.save(str(text.with_name("trace.npz")))
+    record.write(text, {"status": "ok"})
+    graph = made.graph.folder / "graph.json"
+    config = {"programs": {"p": {"kind": "text", "histories": ["forced"]}}, "isolated": 4, "mask": -1e4}
+    job = made.job("check", {"strategy": "s"}, config, {"export": graph, "trace.p": text})
+    assert check.run(job)["programs"]["p"]["logits_l2"] > 1e-4  # not the checkpoint's any more
+    with np.load(graph.with_name("moved.npz")) as file:
+        arrays = dict(file)
+    graph.with_name("moved.npz").unlink()  # a link to the prepared one
+    np.savez(graph.with_name("moved.npz"), tokens=arrays["tokens"], logits=arrays["logits"][::-1])
+    with pytest.raises(record.Blocked, match="the graph differs from the model: moved weights: logits_l2 "):
+        check.run(job)
 
 
 def test_the_cache_really_is_in_another_basis(tmp_path):

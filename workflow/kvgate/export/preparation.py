@@ -15,6 +15,7 @@ from kvgate.export.seams import Step
 from kvgate.export.statistics import Statistics
 
 Options = Mapping[str, Any]
+_MOVED_TOKENS = 12
 _LOSS_TOKENS = 128  # of each text: a gradient keeps every product's rows, and the head's are long
 
 
@@ -99,6 +100,20 @@ class Work:
     def tensors(self) -> dict[str, np.ndarray]:
         """All tensors of the graph by name."""
         return self.state or {name: tensor.numpy() for name, tensor in surgery.state(self.model).items()}
+
+    def moved(self) -> dict[str, np.ndarray]:
+        """`tokens` [T] and `logits` [T, V] of the model with the matrices as they are now, on the first text.
+
+        What a graph is held to where a preparation moves weights on purpose: the checkpoint's own logits are not its.
+        """
+        for name, tensor in surgery.state(self.model).items():
+            terms = (self.state[f"{name}.{n}"] for n in range(1, self.sums.get(name, 1)))
+            tensor.copy_(torch.from_numpy(sum(terms, start=self.state[name])))
+        with np.load(self.texts[0]) as file:
+            tokens = file["tokens"][:_MOVED_TOKENS]
+        rows = self._rows(self.texts[0])[: len(tokens)]
+        logits = statistics.run(self.model, self.spec, self._stepped(), rows)
+        return {"tokens": tokens, "logits": logits.numpy()}
 
     def bases(self) -> dict[str, np.ndarray]:
         """For tables.npz: `basis.{key or value}.{layer}`, `inverse. ..` [Hk, D, D], `turned.{rotation}` [D, D].

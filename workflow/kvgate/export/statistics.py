@@ -33,7 +33,7 @@ def collect(model: nn.Module, spec: Spec, step: Step, texts: Iterable[Tensor]) -
             peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
 
         with torch.no_grad(), _Watch(model, note):
-            _run(model, spec, step, rows)
+            run(model, spec, step, rows)
         for name, peak in peaks.items():
             x = torch.cat(read[name])
             gram = x.T @ x  # of a whole text at once: a row at a time costs more than the model itself
@@ -61,7 +61,7 @@ def loss(
 
         with torch.enable_grad():
             with _Watch(model, note):
-                logits = _run(model, spec, step, rows.detach().clone().requires_grad_())
+                logits = run(model, spec, step, rows.detach().clone().requires_grad_())
             drawn = torch.multinomial(logits.detach().softmax(1), 1, generator=torch.Generator().manual_seed(n))
             (-logits.log_softmax(1).gather(1, drawn).sum()).backward()
         for name, change in changes.items():
@@ -72,8 +72,8 @@ def loss(
     return {name: value / tokens for name, value in total.items()}
 
 
-def _run(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> Tensor:
-    """Logits [T, V]."""
+def run(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> Tensor:
+    """Logits [T, V] of a text's rows [T, C], from an empty cache."""
     return whole.run(model, spec, step, rows) if spec.form == "recipe" else equality.decode(model, spec, step, rows)[0]
 
 

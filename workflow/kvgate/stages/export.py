@@ -45,7 +45,10 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     record.link(source / "weights.bin", job.folder / "weights.bin")
     record.write_bytes(job.folder / "model.onnx", graph.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
-    names = ("model.onnx", "contract.json")
+    names = ["model.onnx", "contract.json"]
+    if "moved.npz" in prepared["files"]:
+        record.link(source / "moved.npz", job.folder / "moved.npz")
+        names.append("moved.npz")
     files = {name: record.sha256(job.folder / name) for name in names}
     return {
         "form": spec.form,

@@ -22,7 +22,8 @@ def preparation(name: str) -> Any:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Writes weights.bin and tables.npz (embedding rows [V, C], learned positions [P, C], changed bases of K and V).
+    """Writes weights.bin and tables.npz (embedding rows [V, C], learned positions [P, C], changed bases of K and V);
+    where a preparation moves weights on purpose moved.npz too, what they give (preparation.Work.moved).
 
     The body: the spec, the index of weights.bin, which matrices are sums, the final form with its reason, the
     self-check's error. Raises record.Blocked where the model or a preparation cannot work.
@@ -50,15 +51,21 @@ def run(job: Job) -> dict[str, Any]:
                 except ValueError as why:
                     _refuse(f"preparation {name}: {why}")
         prepared = prepare(model, job.wildcards["form"])
-        tensors, bases, sums = _changed(job, prepared, steps)
+        work = _changed(job, prepared, steps)
+        tensors, bases, sums = work.tensors(), work.bases(), work.sums
         index, digest = blob.write(job.folder / "weights.bin", tensors)
         tables = {"embedding": prepared.embedding.numpy(), **bases}
         if prepared.positions is not None:
             tables["position"] = prepared.positions.numpy()
-    part = record.partial(job.folder / "tables.npz")
-    with part.open("wb") as file:
-        np.savez(file, **tables)
-    part.replace(job.folder / "tables.npz")
+        files = {"tables.npz": tables}
+        if any(getattr(step, "MOVES", False) for _, step, _ in steps):
+            files["moved.npz"] = work.moved()
+    (job.folder / "moved.npz").unlink(missing_ok=True)
+    for name, arrays in files.items():
+        part = record.partial(job.folder / name)
+        with part.open("wb") as file:
+            np.savez(file, **arrays)
+        part.replace(job.folder / name)
     return {
         "form": prepared.spec.form,
         "reason": prepared.spec.reason,
@@ -67,7 +74,7 @@ def run(job: Job) -> dict[str, Any]:
         "tensors": index,
         "sums": sums,
         "parameter_bytes": sum(x.nbytes for x in tensors.values()),
-        "files": {"weights.bin": digest, "tables.npz": record.sha256(job.folder / "tables.npz")},
+        "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in files},
     }
 
 
@@ -83,8 +90,8 @@ def _check_options(name: str, step: Any, options: dict[str, Any]) -> None:
         _refuse(f"preparation {name}: got the unknown option {option}, known: {', '.join(sorted(known)) or 'none'}")
 
 
-def _changed(job: Job, prepared: Any, steps: list[Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
-    """The graph's tensors, the tables of changed bases, and how many matrices stand for one that is now a sum."""
+def _changed(job: Job, prepared: Any, steps: list[Any]) -> Any:
+    """The prepared model after all steps (preparation.Work)."""
     from kvgate.export import preparation
 
     texts = [job.inputs[label].with_name("trace.npz") for label in job.labels("calibration")]
@@ -97,7 +104,7 @@ def _changed(job: Job, prepared: Any, steps: list[Any]) -> tuple[dict[str, Any],
                     getattr(work, hook)(step, options)
     except ValueError as why:
         _refuse(f"preparation {name}: {why}")
-    return work.tensors(), work.bases(), work.sums
+    return work
 
 
 def _refuse(text: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from kvgate.export import grid
 
 STATISTICS = True
+MOVES = True  # weights, on purpose: the function is not kept
 DTYPES = ("w4a16",)
 _DAMPING = 0.01  # of the Hessian's mean diagonal
 _SHARES = np.linspace(1, 0.7, 20, dtype=np.float32)  # of the largest scale, that are tried

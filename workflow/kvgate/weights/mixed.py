@@ -12,6 +12,7 @@ import numpy as np
 from kvgate.weights import gptq, split2
 
 STATISTICS = True
+MOVES = True  # weights, on purpose: the function is not kept
 DTYPES = ("w4a16",)
 DISABLE = ("fuse_conv_conv_add",)
 _BYTES = 0.5  # of an int4 weight
