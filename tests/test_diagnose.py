@@ -31,6 +31,9 @@ def accuracy(*operators, **more):
     return body | {"simulator": {"kv_l2": 0.2, "logits_l2": 0.1}} | more
 
 
+UNDUMPED = {"kv_l2": None, "logits_l2": None, "why": "output logits: not dumped"}
+
+
 def diagnosed(root, change=lambda seen: None, build=None, analysed=None):
     results = synthetic.Results(root)
     boundary = {"inputs": [{"name": "key.0", "dtype": "int8", "low": -1.0, "high": 1.0}], "outputs": []}
@@ -125,6 +128,8 @@ def test_no_operator_is_off(tmp_path):
         (accuracy(operator("x"), fed="key.0: got another array than was fed"), "as it was fed: key.0"),
         (accuracy(operator("x"), artifact="got content digest a, the row's is b"), "not the row's artifact"),
         (accuracy(operator("x"), golden={"kv_l2": 1.4, "logits_l2": None}), "is not the reference: kv_l2 1.4"),
+        (accuracy(operator("x"), golden={"kv_l2": 1e-7, "logits_l2": None}), "the reference: logits_l2 not finite"),
+        (accuracy(operator("x"), golden=UNDUMPED), "is not the reference: output logits: not dumped"),
         ({"status": "blocked", "reason": "accuracy analysis: no memory", "findings": []}, "no memory"),
     ],
 )

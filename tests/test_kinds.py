@@ -1,9 +1,15 @@
 """The kinds of an operator's error on made-up figures: each rule, and what just misses it."""
 
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kvgate import kinds
+
+README = Path(__file__).parents[1] / "README.md"
+NAMES = [rule.__name__.replace("_", " ") for rule in kinds.RULES]
 
 
 def row(tensor: str, operator: str = "Conv", **more: Any) -> dict[str, Any]:
@@ -20,6 +26,23 @@ def off(*rows: dict[str, Any], **more: Any) -> kinds.Off:
 def kind(*rows: dict[str, Any], **more: Any) -> str:
     found = kinds.explain(off(*rows, **more))
     return found.kind if found else ""
+
+
+def untold(text: str) -> list[str]:
+    """The kinds that a text on the diagnosis does not name; only its paragraphs on the diagnosis count."""
+    told = " ".join(" ".join(x for x in text.split("\n\n") if "diagnosis.json" in x).split())
+    return [name for name in NAMES if name not in told]
+
+
+def test_a_kind_is_called_as_its_rule():
+    for rule, name in zip(kinds.RULES, NAMES, strict=True):
+        assert re.findall(r'\bKind\("([^"]+)"', inspect.getsource(rule)) == [name]
+
+
+def test_the_readme_names_every_kind():
+    text = README.read_text()
+    assert untold(text) == []
+    assert untold(text.replace("overflow", "")) == ["overflow"]
 
 
 def test_the_first_over_the_limit():
@@ -89,14 +112,27 @@ def test_outlier_channel():
     assert product.kind == "outlier channel" and "outliers" in product.remedy  # no rotation reaches it
 
 
-def test_a_range_that_another_position_has_set():
+def test_a_range_wider_than_this_steps_values_need():
     norm = row("norm", "exNorm", inputs=["sum"], isolated_l2=0.5)
     source = row("sum", "Add", low=-1229.0, high=1229.0, golden=[-12.5, 11.4], scale=9.6)
     found = kinds.explain(off(source, norm))
-    assert (found.kind, found.tensor) == ("stretched", "sum") and "98.3 times its values here" in found.text
+    assert (found.kind, found.tensor) == ("wide range", "sum") and found.text.endswith(
+        "is 98.3 times its values here: wider than this step's values need"
+    )
     assert "w8a8_outliers" in found.remedy
     assert kind(source | {"low": -60.0, "high": 60.0}, norm) == ""
     assert kind(source | {"dtype": "float16"}, norm) == ""
+
+
+def test_a_wide_range_is_none_of_a_tensor_in_float16():
+    """As kvgate.compiler.snapshot gives one that hybrid quantization left so: with a range and without a scale."""
+    left = row("sum", "Add", dtype="float16", low=-1229.0, high=1229.0, golden=[-12.5, 11.4], scale=None, channels=40.0)
+    assert kind(left, row("norm", "exNorm", inputs=["sum"], isolated_l2=0.5)) == ""
+
+
+def test_the_operators_that_have_figures():
+    undumped = {k: v for k, v in row("x").items() if k != "golden"}
+    assert [x["tensor"] for x in kinds.work([row("a", "Input"), undumped, row("b")])] == ["b"]
 
 
 def test_overflow():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvgate import record
 from kvgate.compiler import snapshot
 
 TABLE = """# simulator_error: ...
@@ -38,6 +39,26 @@ def test_the_table():
     assert np.isnan(found[2].accumulated[0]) and found[3].accumulated[1] == 1.2e-5
     with pytest.raises(ValueError, match="no line of an operator"):
         snapshot.lines("layer_name | something else\n")
+
+
+def test_a_file_that_cannot_be_read_blocks(tmp_path: Path):
+    """By its name alone, in one line; an error of ours in what is made of it is not the toolkit's."""
+    dump = made(tmp_path, {"x": (np.ones(2), np.ones(2))})
+    (tmp_path / "model.quantization.cfg").write_text("a: [1\nb: {")
+    (tmp_path / "model.model").write_bytes(b"no protobuf")
+    (tmp_path / "snapshot/golden/npy/x.npy").write_bytes(b"")
+    (tmp_path / "snapshot/error_analysis.txt").unlink()
+    for name, read in {
+        "model.quantization.cfg: ": lambda: dump.ranges,
+        "model.model: ": lambda: dump.nodes,
+        "x.npy: ": lambda: dump.tensor("x", "golden"),
+        "error_analysis.txt: No such file or directory": lambda: dump.lines,
+    }.items():
+        with pytest.raises(record.Blocked, match=f"^accuracy analysis: {name}") as caught:
+            read()
+        assert "\n" not in caught.value.reason and str(tmp_path) not in caught.value.reason
+    with pytest.raises(TypeError):
+        snapshot.parsed(tmp_path, lambda path: path + 1)
 
 
 def test_operators(tmp_path: Path):
@@ -121,14 +142,20 @@ def test_channels():
 def test_the_list_of_ranges(tmp_path: Path):
     entry = "{dtype: int8, min: [-1.0], max: [2.0], scale: [0.0118], zero_point: [-43]}"
     outside = "{dtype: float32, min: [-1.0], max: [1.55], scale: [], zero_point: []}"
-    text = "custom_quantize_layers: {h: float16}\nquantize_parameters:\n"
-    text += (
-        f"  x: {entry}\n  h: {entry}\n  key.0: {outside}\n  w: {{dtype: int8, min: [-1.0, -2.0], max: [1.0, 2.0]}}\n"
-    )
+    text = "custom_quantize_layers: {h: float16, half: int16}\nquantize_parameters:\n"
+    text += "".join(f"  {name}: {entry}\n" for name in ("x", "h", "half", "auto", "key.0.out_int8", "key.1.out_int8"))
+    text += f"  key.0: {outside}\n  w: {{dtype: int8, min: [-1.0, -2.0], max: [1.0, 2.0]}}\n"
     (tmp_path / "model.quantization.cfg").write_text(text)
     dump = snapshot.Snapshot(tmp_path, "model.onnx")
     assert dump.ranges["x"] == {"dtype": "int8", "low": -1.0, "high": 2.0, "scale": 0.0118, "zero": -43}
-    assert dump.ranges["h"]["dtype"] == "float16" and dump.ranges["h"]["scale"] is None  # a hybrid build's choice
+    chosen = {"low": -1.0, "high": 2.0, "scale": None, "zero": None}  # int8's integers are not another dtype's
+    assert dump.ranges["h"] == {"dtype": "float16"} | chosen and dump.ranges["half"] == {"dtype": "int16"} | chosen
+    assert dump.ranges["auto"]["dtype"] == "int8"  # what the toolkit chose is not in its list
+    built = snapshot.Snapshot(tmp_path, "model.onnx", {"auto": "float16", "key.0.out": "float16", "key.0": "float16"})
+    assert built.ranges["auto"] == {"dtype": "float16"} | chosen and built.ranges["half"] == dump.ranges["half"]
+    assert built.ranges["key.0.out_int8"] == {"dtype": "float16"} | chosen
+    assert built.ranges["x"] == dump.ranges["x"] and built.ranges["key.1.out_int8"]["dtype"] == "int8"
+    assert built._converted("key.0_int8")["dtype"] == "float16" and built._converted("key.0_int8")["scale"] is None
     assert "w" not in dump.ranges  # of channels
     assert dump._converted("key.0_int8")["scale"] == pytest.approx(0.01)
     assert dump._converted("key.0_float16") == {}

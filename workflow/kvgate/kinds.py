@@ -1,18 +1,20 @@
 """Why an operator is off by itself: the known kinds, each shown by figures of its tensors. Pure, standard library only.
 
-As in causes.py a rule looks at what was measured, never at a name of a strategy or quant. A remedy is one that was
-measured to help against that kind; no figure, no kind.
+As in causes.py a rule looks at what was measured, never at a name of a strategy or quant; no figure, no kind. A remedy
+is what to try first against that kind, not a promise: a wide range's was measured with w8a8 and int16 on one model, the
+layout's rank 3 on none.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-INTEGER = {"int8": 8, "int16": 16}
+from kvgate.compiler.dtypes import BITS
+
 WIDE_MASK = -1e3  # below it scores and mask in one integer tensor leave the scores no resolution
 CLIPPED = 0.7  # share of an operator's error that cutting off makes where it explains the error
 JOINT = 4.0  # times: the peak of a joint tensor over that of one of its parts, which shares its scale
-STRETCHED = 8.0  # times: a calibrated range over the values of this step, which are left that much fewer integers
+WIDE_RANGE = 8.0  # times: a calibrated range over the values of this step, which are left that much fewer integers
 OUTLIER = 20.0  # times: a channel's peak over the median channel's. Normal values of 500 channels have 5
 MOVED = 0.1  # share of an error that is left when both sides are sorted, where values are only in other places
 _KEEPS = ("Add", "Mul", "Reshape", "Transpose", "exDataConvert", "Split", "Concat", "exSoftmax13", "exSoftmaxMask")
@@ -50,13 +52,17 @@ class Kind:
     kind: str  # the rule's name
     text: str
     tensor: str  # that shows it
-    remedy: str = ""  # empty where none was measured to help
+    remedy: str = ""  # what to try first
 
 
 def first(rows: Sequence[Row], limit: float) -> Row | None:
     """The first operator whose isolated L2 is over the limit; one without a finite error is."""
-    work = (row for row in rows if row["operator"] != "Input" and "golden" in row)
-    return next((row for row in work if row["isolated_l2"] is None or row["isolated_l2"] > limit), None)
+    return next((row for row in work(rows) if row["isolated_l2"] is None or row["isolated_l2"] > limit), None)
+
+
+def work(rows: Sequence[Row]) -> Iterator[Row]:
+    """The operators that have figures: no inputs, and none that was not dumped."""
+    return (row for row in rows if row["operator"] != "Input" and "golden" in row)
 
 
 def explain(off: Off) -> Kind | None:
@@ -66,7 +72,7 @@ def explain(off: Off) -> Kind | None:
 
 def overflow(off: Off) -> Kind | None:
     for row in (*off.inputs, off.row):
-        if row.get("overflow") and row.get("dtype") not in INTEGER:
+        if row.get("overflow") and row.get("dtype") not in BITS:
             text = f"{row['overflow']} values of {row['tensor']} leave float16's range"
             return Kind("overflow", text, row["tensor"], _RANGE)
     return None
@@ -84,7 +90,7 @@ def layout(off: Off) -> Kind | None:
 
 def mask(off: Off) -> Kind | None:
     """Scores and mask are one tensor of integers: its step is the mask's own, or its size over the integers."""
-    bits = INTEGER.get(off.row.get("dtype") or "")
+    bits = BITS.get(off.row.get("dtype") or "")
     if bits is None or off.mask is None or off.mask >= WIDE_MASK:
         return None
     found = [row for row in _above(off, 4) for name in off.masks if row["tensor"].startswith(name)]
@@ -108,23 +114,21 @@ def coverage(off: Off) -> Kind | None:
     return Kind("coverage", text, off.row["tensor"], "more calibration texts and samples (config.yaml, calibration)")
 
 
-def stretched(off: Off) -> Kind | None:
-    """One scale for all positions: some other one's values, mostly the first token's, leave these few integers."""
+def wide_range(off: Off) -> Kind | None:
+    """One scale for all positions: a range that is far wider than this step's values leaves them few integers."""
     for row in (*off.inputs, off.row):
         low, high, own = row.get("low"), row.get("high"), _peak(row)
-        if row.get("dtype") in INTEGER and low is not None and high is not None and own:
+        if row.get("dtype") in BITS and low is not None and high is not None and own:
             times = max(abs(low), abs(high)) / own
-            if times > STRETCHED:
-                text = (
-                    f"the calibrated range of {row['tensor']} is {times:.3g} times its values here: of another position"
-                )
-                return Kind("stretched", text, row["tensor"], _OUTLIERS)
+            if times > WIDE_RANGE:
+                text = f"the calibrated range of {row['tensor']} is {times:.3g} times its values here"
+                return Kind("wide range", f"{text}: wider than this step's values need", row["tensor"], _OUTLIERS)
     return None
 
 
-def joint(off: Off) -> Kind | None:
+def joint_scale(off: Off) -> Kind | None:
     """A part of a tensor keeps the whole's scale, which its largest part has set."""
-    if len(off.inputs) != 1 or off.row.get("dtype") not in INTEGER or not off.row.get("scale"):
+    if len(off.inputs) != 1 or off.row.get("dtype") not in BITS or not off.row.get("scale"):
         return None
     whole = off.inputs[0]
     part, all_of_it = _peak(off.row), _peak(whole)
@@ -134,9 +138,9 @@ def joint(off: Off) -> Kind | None:
     return Kind("joint scale", text, off.row["tensor"], "weights `int8` (qkv: q, k, v of one size)")
 
 
-def outlier(off: Off) -> Kind | None:
+def outlier_channel(off: Off) -> Kind | None:
     """One scale for all channels: a channel far above the others leaves those few steps."""
-    rows = [r for r in (*off.inputs, off.row) if r.get("dtype") in INTEGER and (r.get("channels") or 0) > OUTLIER]
+    rows = [r for r in (*off.inputs, off.row) if r.get("dtype") in BITS and (r.get("channels") or 0) > OUTLIER]
     if not rows:
         return None
     row = max(rows, key=lambda r: r["channels"])
@@ -149,13 +153,15 @@ def weights(off: Off) -> Kind | None:
     """Float activations, right inputs, and a product that is off: what is left are its own integers."""
     right = off.inputs and all((row.get("isolated_l2") or 0.0) < off.error / 10 for row in off.inputs)
     product = off.row["operator"] in ("Conv", "exMatMul", "MatMul")
-    if not (right and product and off.dtype.startswith("w4") and off.row.get("dtype") not in INTEGER):
+    if not (right and product and off.dtype.startswith("w4") and off.row.get("dtype") not in BITS):
         return None
     text = f"its inputs are float16 and right, its weights are int{off.dtype[1]}"
     return Kind("weights", text, off.row["tensor"], _INT4)
 
 
-RULES: tuple[Callable[[Off], Kind | None], ...] = (overflow, layout, mask, coverage, joint, stretched, outlier, weights)
+RULES: tuple[Callable[[Off], Kind | None], ...] = (
+    *(overflow, layout, mask, coverage, joint_scale, wide_range, outlier_channel, weights),
+)
 
 
 def _above(off: Off, steps: int) -> list[Row]:

@@ -5,23 +5,39 @@ inputs that the operators before it gave; `isolated`: with golden inputs, so tha
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from kvgate import record
 from kvgate.compiler.analysis import SNAPSHOT, ranges_file
+from kvgate.compiler.dtypes import BITS
+from kvgate.compiler.log import bare
 
 Array = np.ndarray
-BITS = {"int8": 8, "int16": 16}
+T = TypeVar("T")
 FLOAT16 = 65504.0  # its largest value
 DECIMALS = 1e-5  # of a distance in the toolkit's text
 CHANNELS = 16  # fewer have no outlier
 _NUMBER = r"(nan|-?inf|[-+.\deE]+)"
 _ROW = re.compile(rf"^\[(\S+)\] (.+?)\s+{_NUMBER} \| {_NUMBER}\s+{_NUMBER} \| {_NUMBER}\s*$")
+
+
+def parsed(path: Path, parse: Callable[[Path], T], *errors: type[Exception]) -> T:
+    """What `parse` makes of a file of the toolkit's. Raises Blocked where it cannot: missing, or of another form.
+
+    errors: what `parse` raises then, beside OSError, EOFError and ValueError.
+    """
+    known: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, *errors)
+    try:
+        return parse(path)
+    except known as why:
+        text = " ".join(bare((isinstance(why, OSError) and why.strerror) or str(why)).split())
+        raise record.Blocked(f"accuracy analysis: {path.name}: {text}") from None
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ def lines(text: str) -> list[Line]:
             numbers = [float(x) for x in match.groups()[2:]]
             found.append(Line(match[1], match[2].strip(), (numbers[0], numbers[1]), (numbers[2], numbers[3])))
     if not found:
-        raise ValueError("error_analysis.txt: got no line of an operator with four errors")
+        raise ValueError("got no line of an operator with four errors")
     return found
 
 
@@ -56,24 +72,27 @@ class Node:
 
 @dataclass(frozen=True)
 class Snapshot:
+    """Raises Blocked where a file of the toolkit's is missing or cannot be read."""
+
     folder: Path  # the child's
     graph: str  # the ONNX file that was analysed
+    hybrid: Mapping[str, str] = field(default_factory=dict)  # the build record's: {tensor: dtype}
 
     @cached_property
     def lines(self) -> list[Line]:
-        return lines((self.folder / SNAPSHOT / "error_analysis.txt").read_text())
+        return parsed(self.folder / SNAPSHOT / "error_analysis.txt", lambda path: lines(path.read_text()))
 
     @cached_property
     def files(self) -> dict[str, str]:
         """Dump of each tensor; the toolkit changes letters of names that files cannot have."""
-        text = (self.folder / SNAPSHOT / "map_name_to_file.txt").read_text()
+        text = parsed(self.folder / SNAPSHOT / "map_name_to_file.txt", Path.read_text)
         pairs = (line.rsplit(None, 1) for line in text.splitlines() if line.rstrip().endswith(".txt"))
         return {name.strip(): f"{file.removesuffix('.txt')}.npy" for name, file in pairs}
 
     def tensor(self, name: str, run: str) -> Array | None:
         """float32, in the compiler's own layout. run: `golden` or `simulator`. None where it was not dumped."""
         path = self.folder / SNAPSHOT / run / "npy" / self.files.get(name, "")
-        return np.load(path) if path.is_file() else None
+        return parsed(path, np.load) if path.is_file() else None
 
     @cached_property
     def ranges(self) -> dict[str, dict[str, Any]]:
@@ -83,21 +102,28 @@ class Snapshot:
         path = self.folder / ranges_file(self.graph)
         if not path.is_file():
             return {}
-        read = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        entries, chosen = read["quantize_parameters"], read["custom_quantize_layers"] or {}
-        # Of a hybrid build: the list is from before its tensors were chosen.
-        entries |= {name: entries[name] | {"dtype": dtype} for name, dtype in chosen.items() if name in entries}
-        return {name: found for name, entry in entries.items() if (found := _range(entry))}
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        read = parsed(path, lambda path: yaml.load(path.read_text(), loader), yaml.YAMLError)
+        # The list is from before a hybrid build's tensors were chosen: by patterns, which the list names then, or by
+        # the toolkit. Its log, and so the build's record, has all of those in float16 and none in int16.
+        chosen = (read["custom_quantize_layers"] or {}) | dict(self.hybrid)
+        found = {}
+        for name, entry in read["quantize_parameters"].items():
+            # An output that became float16 has no conversion left: `key.0.out_int8` is then `key.0.out` itself.
+            dtype = chosen.get(name) or chosen.get(_outside(name))
+            found[name] = _range(entry | {"dtype": dtype, "scale": [], "zero_point": []} if dtype else entry)
+        return {name: span for name, span in found.items() if span}
 
     @cached_property
     def nodes(self) -> dict[str, Node]:
         """The fused graph's operators by what they give; empty where it was not written."""
         import onnx
+        from google.protobuf.message import DecodeError
 
         path = self.folder / f"{Path(self.graph).stem}.model"
         if not path.is_file():
             return {}
-        model = onnx.load(str(path), load_external_data=False)
+        model = parsed(path, lambda path: onnx.load(str(path), load_external_data=False), DecodeError)
         return {out: Node(node.name, tuple(node.input)) for node in model.graph.node for out in node.output}
 
     def operators(self, cpu: Sequence[str], owners: Mapping[str, str], layers: Mapping[str, int]) -> list[dict]:
@@ -149,10 +175,9 @@ class Snapshot:
 
     def _converted(self, name: str) -> dict[str, Any]:
         """A boundary tensor made integers is in the list under its own name, as the float that it is outside."""
-        base, _, dtype = name.rpartition("_")
-        entry = self.ranges.get(base, {}) if dtype in BITS else {}
-        if not entry:
-            return {}
+        entry, dtype = self.ranges.get(_outside(name), {}), name.rpartition("_")[2]
+        if not entry or entry["dtype"] == "float16":  # a hybrid build left it so
+            return entry
         low, high = min(entry["low"], 0.0), max(entry["high"], 0.0)
         scale = (high - low) / (2 ** BITS[dtype] - 1)
         zero = round(-(2 ** (BITS[dtype] - 1)) - low / scale) if scale else 0
@@ -202,6 +227,12 @@ def _range(entry: Mapping[str, Any]) -> dict[str, Any]:
     integer = entry["dtype"] in BITS
     scale = one["scale"] if integer else None
     return {"dtype": entry["dtype"], "low": one["min"], "high": one["max"], "scale": scale, "zero": one["zero_point"]}
+
+
+def _outside(name: str) -> str:
+    """The boundary tensor that a tensor made integers is outside: `key.0_int8` -> `key.0`; empty where it is none."""
+    base, _, dtype = name.rpartition("_")
+    return base if dtype in BITS else ""
 
 
 def path_of(name: str) -> str:

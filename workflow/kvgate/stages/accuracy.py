@@ -16,7 +16,7 @@ import numpy as np
 
 from kvgate import calibration, metrics, record
 from kvgate.compiler import analysis, artifact, toolkit
-from kvgate.compiler.snapshot import Snapshot, finite
+from kvgate.compiler.snapshot import Snapshot, finite, parsed
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import Trace
@@ -37,18 +37,18 @@ class State:
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory."""
+    """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or leaves what cannot be read."""
     source = build.opened(job)
     state = _state(job)
     trace = Trace.load(str(job.inputs[f"trace.{state.program}"].with_name("trace.npz")))
     host = build.host_of(source)
-    feeds = calibration.feeds(source.contract, host, trace, calibration.Sample(state.program, state.position))
+    feeds = _feeds(source.contract, host, trace, state)
     work = toolkit.scratch(job.folder, ".analysis")
     try:
         facts = _analyse(job, source, feeds, work)
-        snapshot = Snapshot(work, str(source.folder / "model.onnx"))
-        cpu = job.read("build").get("cpu_names", [])
-        operators = snapshot.operators(cpu, _owners(source), _layers(source.contract))
+        built = job.read("build")
+        snapshot = Snapshot(work, str(source.folder / "model.onnx"), built.get("hybrid", {}))
+        operators = snapshot.operators(built.get("cpu_names", []), _owners(source), _layers(source.contract))
         scaled = any(row["scale"] for row in operators)
         return {
             "state": asdict(state),
@@ -59,8 +59,6 @@ def run(job: Job) -> dict[str, Any]:
             "ranges": facts["ranges"] or ("" if scaled else analysis.NO_RANGES),  # of w4a16 the list is empty
             "operators": operators,
         }
-    except (OSError, ValueError) as why:
-        raise record.Blocked(f"accuracy analysis: {why}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -82,6 +80,14 @@ def _state(job: Job) -> State:
     return State(next(iter(job.config["programs"])), 0, "", None)
 
 
+def _feeds(contract: Contract, host: Any, trace: Trace, state: State) -> dict[str, Array]:
+    """Raises Blocked where the toolkit could not take them: by the program's state, which is no calibration sample."""
+    try:
+        return calibration.feeds(contract, host, trace, calibration.Sample(state.program, state.position))
+    except record.Blocked as why:
+        raise record.Blocked(why.reason.replace("calibration: sample", "accuracy analysis: state", 1)) from None
+
+
 def _analyse(job: Job, source: build.Source, feeds: Mapping[str, Array], work: Path) -> dict[str, Any]:
     """The child's facts; its files are in `work`."""
     names = [f"feed.{i}.npy" for i in range(len(feeds))]
@@ -98,7 +104,7 @@ def _analyse(job: Job, source: build.Source, feeds: Mapping[str, Array], work: P
 
 def _artifact(job: Job, work: Path) -> str:
     """`equal` where what was analysed is the row's artifact, by its content digest; else what differs."""
-    made, built = artifact.read(work / "model.rknn").content_digest, job.read("build")["content_digest"]
+    made, built = parsed(work / "model.rknn", artifact.read).content_digest, job.read("build")["content_digest"]
     if made == built:
         return "equal" if not made.startswith("not comparable") else made
     return f"got content digest {made}, the row's is {built}"

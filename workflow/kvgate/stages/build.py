@@ -5,15 +5,12 @@ that the graph is the model. Writes model.rknn, contract.json (the artifact's), 
 observations/{program}.npz, and beside them toolkit.log and phases.json, which differ between equal builds.
 """
 
-import importlib
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvgate import calibration, coverage, record, store
+from kvgate import calibration, coverage, hosts, record, store
 from kvgate.compiler import artifact, gates, log, platforms, risks, toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import Contract, canonical, sha256_text
@@ -198,9 +195,7 @@ def _own_coverage(job: Job, source: Source, boundary: dict[str, Any]) -> dict[st
 
 def host_of(source: Source) -> Host:
     """The host half of what is built, with the quant's mask."""
-    half = importlib.import_module(f"kvgate.strategies.{source.contract.strategy}.host")
-    with np.load(source.folder / "host.npz") as tables:
-        return half.Host(source.contract, dict(tables), source.quant["mask"])
+    return hosts.opened(source.folder, source.contract, source.quant["mask"])
 
 
 def _boundary(built: artifact.Artifact) -> dict[str, Any]:

@@ -7,13 +7,12 @@ observations/{program}.npz (the rows of platform `host` are verified from them) 
 
 import io
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvgate import compare, metrics, record
+from kvgate import compare, hosts, metrics, record
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
 from kvgate.job import Job
@@ -26,9 +25,7 @@ def run(job: Job) -> dict[str, Any]:
     """Raises record.Blocked where the graph differs from the model, with the first difference."""
     folder = job.inputs["export"].parent
     contract = Contract.from_json((folder / "contract.json").read_text())
-    half = import_module(f"kvgate.strategies.{contract.strategy}.host")
-    with np.load(folder / "host.npz") as tables:
-        host = half.Host(contract, dict(tables), job.config["mask"])
+    host = hosts.opened(folder, contract, job.config["mask"])
     engine = Engine(folder / "model.onnx", contract)
     files, programs, findings = {}, {}, []
     moved = "moved.npz" in job.read("export")["files"]

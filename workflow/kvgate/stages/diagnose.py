@@ -6,14 +6,14 @@ figures, the picture).
 """
 
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from kvgate import contract as c
-from kvgate import kinds, record
+from kvgate import hosts, kinds, record
 from kvgate.columns import percent
+from kvgate.compiler import platforms
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import Trace
@@ -105,9 +105,7 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
     if "build" not in job.inputs:
         return []
     contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
-    half = import_module(f"kvgate.strategies.{contract.strategy}.host")
-    with np.load(job.inputs["export"].with_name("host.npz")) as tables:
-        host = half.Host(contract, dict(tables), -1.0)
+    host = hosts.opened(job.inputs["export"].parent, contract, -1.0)
     low = dict.fromkeys(host.buffers, 0.0)
     high = dict.fromkeys(host.buffers, 0.0)
     for label in job.labels("trace"):
@@ -142,24 +140,25 @@ def _operators(job: Job) -> dict[str, Any]:
     rows = found["operators"]
     contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
     identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
-    dtype = identity["quant"].get("config", {}).get("quantized_dtype", "fp16")
+    dtype = platforms.dtype(identity["quant"])
     first = kinds.first(rows, limit)
     masks = [t.name for t in contract.inputs if t.role == c.MASK]
     by_tensor = {row["tensor"]: row for row in rows}
     off = kinds.Off(first, by_tensor, masks, identity["mask_value"], dtype) if first else None
     kind = kinds.explain(off) if off else None
 
+    work = list(kinds.work(rows))
+
     def badness(n: int) -> float:
-        value = rows[n].get("isolated_l2")
+        value = work[n]["isolated_l2"]
         return np.inf if value is None else value
 
-    work = [n for n, row in enumerate(rows) if row["operator"] != "Input" and "golden" in row]
-    worst = sorted(sorted(work, key=badness, reverse=True)[:_WORST])
+    worst = sorted(sorted(range(len(work)), key=badness, reverse=True)[:_WORST])
     return body | {
         "first_operator": first,
         "first_inputs": off.inputs if off else [],
         "kind": asdict(kind) if kind else None,
-        "operators": [rows[n] for n in worst],
+        "operators": [work[n] for n in worst],
     }
 
 
@@ -171,10 +170,11 @@ def _unusable(found: dict[str, Any]) -> str:
         return f"the toolkit did not take the state as it was fed: {found['fed']}"
     if found["artifact"].startswith("got"):
         return f"not the row's artifact: {found['artifact']}"
-    off = [
-        f"{name} {found['golden'][name]:.2g}" for name in ("kv_l2", "logits_l2") if (found["golden"][name] or 0) > _SAME
-    ]
-    return f"the toolkit's own float32 run is not the reference: {', '.join(off)}" if off else ""
+    golden = found["golden"]
+    figures = {name: golden[name] for name in ("kv_l2", "logits_l2")}  # None: NaN or infinity, or `why` says so
+    off = [f"{k} {'not finite' if x is None else f'{x:.2g}'}" for k, x in figures.items() if x is None or x > _SAME]
+    text = golden.get("why") or ", ".join(off)
+    return f"the toolkit's own float32 run is not the reference: {text}" if text else ""
 
 
 def _picture(arrays: dict[str, dict[str, Array]]) -> bytes | None:

@@ -6,13 +6,12 @@ figures, and how much of the cache lies outside the artifact's calibrated ranges
 """
 
 import io
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvgate import compare, coverage, record
+from kvgate import compare, coverage, hosts, record
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import Trace
@@ -42,9 +41,7 @@ def run(job: Job) -> dict[str, Any]:
 def _coverage(job: Job, contract: Contract, traces: list[Trace]) -> dict[str, float]:
     if "build" not in job.inputs:
         return {}
-    half = import_module(f"kvgate.strategies.{contract.strategy}.host")
-    with np.load(job.inputs["export"].with_name("host.npz")) as tables:
-        host = half.Host(contract, dict(tables), -1.0)
+    host = hosts.opened(job.inputs["export"].parent, contract, -1.0)
     return coverage.measure(host, traces, job.read("build").get("boundary", {}))
 
 

@@ -1,0 +1,17 @@
+"""The host half, opened from a graph's folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from kvgate import hosts
+
+
+@pytest.mark.parametrize("name", ["cpu_managed", "fixed_max_blend"])
+def test_the_strategys_own_with_the_folders_tables(tmp_path: Path, name: str) -> None:
+    np.savez(tmp_path / "host.npz", embedding=np.full((2, 3), 7.0))
+    host = hosts.opened(tmp_path, replace(synthetic.contract(), strategy=name), -5.0)
+    assert type(host).__module__ == f"kvgate.strategies.{name}.host" and host.mask_value == -5.0
+    assert host.tables["embedding"][1, 2] == 7.0  # read, as the file is closed
