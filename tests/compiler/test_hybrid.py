@@ -88,8 +88,10 @@ def test_the_shipped_outlier_sets(name: str, family: str, tmp_path: Path) -> Non
     _, error = built(tmp_path, family, QUANTS["w8a8" if name.startswith("w8") else "w16a16i_dfp"])
     mixed, less = built(tmp_path, family, QUANTS[name])
     assert set(mixed["hybrid"].values()) == {"float16"} and any("logits" in n for n in mixed["hybrid"])
-    # Random weights have no outliers to begin with; a soft cap's attention stays integers in its products.
-    assert less < (0.7 if name.startswith("w8") and family == "llama" else 1.1) * error, (less, error)
+    if name.startswith("w8") and family == "llama":
+        assert less < 0.7 * error, (less, error)
+    else:  # random weights have no outliers to begin with: no worse, but for float16's own rounding
+        assert less < max(1.1 * error, 0.002), (less, error)
 
 
 @pytest.mark.slow
