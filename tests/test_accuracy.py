@@ -188,7 +188,7 @@ def test_an_analysis_that_cannot_be_read_blocks(unbuilt: Job, monkeypatch: pytes
 
 
 def test_a_state_that_cannot_be_fed_is_named_as_the_programs(unbuilt: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy.calibration, "LARGEST", 0.0)
+    monkeypatch.setattr(accuracy.calibration, "FLOAT16", 0.0)
     with pytest.raises(record.Blocked) as caught:
         accuracy.run(unbuilt)
     assert caught.value.reason.startswith("accuracy analysis: state (text, 3), input 'embedding': got ")

@@ -112,6 +112,7 @@ def test_a_saturated_calibration_is_one_line():
         "tensor": "key.1",
         "share": 0.023,
         "count": 2,
+        "advice": "quantized_algorithm normal or more samples",
     }
     (alone,) = coverage.saturated({"key.1.out": 0.012}, made, "normal")
     assert alone["text"].endswith("1.2 % of its own samples' values lie outside -3..2.5; try more samples")
@@ -120,7 +121,8 @@ def test_a_saturated_calibration_is_one_line():
 
 def test_a_saturated_calibration_has_another_remedy():
     plain = causes.Evidence({}, outside=("key.3", 0.02))
-    clipped = replace(plain, findings=[{"kind": "saturated", "text": "", "tensor": "key.3"}])
+    saturated = {"kind": "saturated", "text": "", "tensor": "key.3", "advice": "quantized_algorithm normal"}
+    clipped = replace(plain, findings=[saturated])
     assert causes.explain(clipped).endswith("the calibrated range; the calibration cuts off its own samples too")
     assert "calibration texts" in causes.remedy(plain) and "quantized_algorithm normal" in causes.remedy(clipped)
 

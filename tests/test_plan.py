@@ -1,4 +1,4 @@
-"""Keys: what they hold, how they chain, and how they travel to a command."""
+"""The jobs of a sweep: what their keys hold, and how they chain."""
 
 import copy
 import json
@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from kvgate import plan
-from kvgate.contract import canonical
 
 BASE = Path(__file__).parents[1]
 TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
@@ -64,37 +61,6 @@ def test_histories_are_no_part_of_a_trace():
         if a.key != n.key
     }
     assert changed == {"check", "build", "verify", "judge", "tabulate"}
-
-
-def test_changes_name_the_part_and_what_in_it(tiny):
-    node = tiny.node("build", ROW | {"part": "decode"})
-    recorded = json.loads(node.key)
-    assert plan.changes(node, recorded) == []
-    assert plan.changes(node, None) == ["new"]
-    recorded["versions"]["rknn-toolkit2"] = "1"
-    recorded["code"]["digest"] = "0"
-    assert plan.changes(node, recorded) == ["code", "versions rknn-toolkit2"]
-
-
-@given(st.dictionaries(st.text(max_size=20), st.text(max_size=200), max_size=5), st.integers(0, 4000))
-def test_a_key_travels_unchanged(parts, repeat):
-    key = canonical({"parts": parts, "long": ["abcdefgh"] * repeat})
-    argument = plan.pack(key)
-    assert plan.unpack(argument) == json.loads(key)
-    assert len(argument.encode()) < 128 * 1024
-
-
-def test_a_large_file_is_told_by_its_blocks(tmp_path):
-    path = tmp_path / "weights"
-    path.write_bytes(bytes(3 << 20))
-    before = plan.file_state(path)
-    path.touch()
-    assert plan.file_state(path) == before
-    with path.open("r+b") as file:
-        file.seek((3 << 20) - 1)
-        file.write(b"x")
-    assert plan.file_state(path) != before
-    assert plan.file_state(tmp_path / "none") == "unreadable: No such file or directory"
 
 
 def test_an_edge_that_follows_from_others_is_none(tiny):

@@ -4,7 +4,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvgate import plan
 from kvgate.config import ConfigError, override
 
 BASE = Path(__file__).parents[2]
@@ -90,6 +89,8 @@ def _run(args: argparse.Namespace) -> int:
         from kvgate import store
 
         return store.main(args.results, args.prune)
+    from kvgate import plan  # the stages, one process a job, do without
+
     if args.command == "bench":
         from kvgate import bench
 

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgate import record
-from kvgate.plan import Node, Plan, changes
+from kvgate import keys, record
+from kvgate.plan import Node, Plan
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
             found.append(Finding(node, "damaged", f"unreadable record: {error}"))
             continue
         sums[node.record] = record.sha256(path)
-        why = changes(node, body.get("key"))
+        why = keys.changes(node.key, body.get("key"))
         if why:
             found.append(Finding(node, "stale", "; ".join(why)))
             continue

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from kvgate import record
+from kvgate.compiler.dtypes import FLOAT16
 from kvgate.contract import Contract, canonical
 from kvgate.observe import Trace, spread
 from kvgate.strategies.host import Array, Host
 
 LIST = "dataset.txt"
-LARGEST = 65504.0  # float16, what the NPU computes in where it is not integers
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
         trace = Trace.load(str(traces[text]))
         for n, sample in enumerate(samples):
             if sample.text == text:
-                arrays = feeds(contract, host, trace, sample)
+                arrays = feeds(contract, host, trace, sample.position, f"calibration: {_name(sample)}")
                 same = seen.setdefault(_fingerprint(arrays), sample)
                 if same is not sample:
                     raise record.Blocked(f"calibration: {_name(sample)} is identical to {_name(same)}")
@@ -138,20 +138,20 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
     return path
 
 
-def feeds(contract: Contract, host: Host, trace: Trace, sample: Sample) -> dict[str, Array]:
-    """As in an isolated run: the cache filled from the trace, then the next step's inputs."""
-    host.fill(trace.tokens.tolist(), trace.keys, trace.values, sample.position)
-    arrays = host.feeds(int(trace.tokens[sample.position]))
+def feeds(contract: Contract, host: Host, trace: Trace, position: int, what: str) -> dict[str, Array]:
+    """As in an isolated run: the cache filled from the trace, then the next step's inputs. `what` opens the errors."""
+    host.fill(trace.tokens.tolist(), trace.keys, trace.values, position)
+    arrays = host.feeds(int(trace.tokens[position]))
     for t in contract.inputs:
         array = arrays[t.name]
         if array.shape != t.shape or array.dtype != t.dtype:
             got = f"got {array.dtype} {list(array.shape)}, allowed: {t.dtype} {list(t.shape)}"
-            raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
+            raise record.Blocked(f"{what}, input {t.name!r}: {got}")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: got NaN or infinity")
-        if array.dtype.kind == "f" and (peak := float(np.abs(array).max())) > LARGEST:
-            got = f"got {peak:.4g}, allowed: at most {LARGEST:g} (float16)"
-            raise record.Blocked(f"calibration: {_name(sample)}, input {t.name!r}: {got}")
+            raise record.Blocked(f"{what}, input {t.name!r}: got NaN or infinity")
+        if array.dtype.kind == "f" and (peak := float(np.abs(array).max())) > FLOAT16:
+            got = f"got {peak:.4g}, allowed: at most {FLOAT16:g} (float16)"
+            raise record.Blocked(f"{what}, input {t.name!r}: {got}")
     return arrays
 
 

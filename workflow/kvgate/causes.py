@@ -41,25 +41,26 @@ def explain(evidence: Evidence) -> str:
 def remedy(evidence: Evidence) -> str:
     """What to try against the first rule's cause; empty where nothing is known that helps. It may not be enough."""
     rule = next((rule for rule in RULES if rule(evidence)), None)
-    if rule is not_covered and clipped(evidence):
-        return "quantized_algorithm normal in the quant's config, or more samples"
+    if rule is not_covered and (saturated := clipped(evidence)):
+        return saturated["advice"]
     if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
         return _BY_DTYPE.get(evidence.dtype, "")
     return _REMEDIES.get(rule.__name__, "") if rule else ""
 
 
-_SCALED = "weights `scaled`, if the residual stream leaves float16's range: it is divided by 32"
+INT4 = "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)"
+MORE_TEXTS = "more calibration texts and samples (config.yaml, calibration)"
 _REMEDIES = {
-    "not_a_number": _SCALED,
+    "not_a_number": "weights `scaled`, if the residual stream leaves float16's range: it is divided by 32",
     "out_of_range": "a strategy of the form `recipe` or `plain`: their norms are fused",
     "permuted": "a strategy with rank 3, which cannot be read as NCHW or NHWC",
     "angles": "a strategy of the form `recipe` or `plain`: the host works the angles out",
-    "not_covered": "more calibration texts and samples (config.yaml, calibration)",
+    "not_covered": MORE_TEXTS,
     "random_weights": "weights.bin beside the graph: run again",
 }
 _BY_DTYPE = {
     "w8a8": "weights `int8` (where norms forbid to rotate `int8_fold`) with quant w8a8_outliers",
-    "w4a16": "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)",
+    "w4a16": INT4,
     "w16a16i_dfp": "weights `int8` with quant w16a16i_outliers, and many calibration texts",
 }
 
@@ -139,9 +140,9 @@ def not_covered(e: Evidence) -> str:
     return f"{100 * share:.2g} % of {name} lie outside the calibrated range{own}" if share > OUTSIDE else ""
 
 
-def clipped(e: Evidence) -> bool:
-    """Whether the calibration saturates: its ranges are not those of its samples, so further texts may not help."""
-    return any(f["kind"] == "saturated" for f in e.findings)
+def clipped(e: Evidence) -> Mapping[str, Any] | None:
+    """The finding that the calibration saturates: its ranges are not its samples', so further texts may not help."""
+    return next((f for f in e.findings if f["kind"] == "saturated"), None)
 
 
 def uncovered(e: Evidence, outside: Mapping[str, float]) -> list[dict[str, Any]]:

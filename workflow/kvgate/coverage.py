@@ -95,7 +95,7 @@ def saturated(shares: Mapping[str, float], boundary: Mapping[str, Any], algorith
         f"calibration: {worst} saturates{others}: {100 * clipped[worst]:.2g} % of its own samples' values lie outside "
         f"{built['low']:.4g}..{built['high']:.4g}; try {advice}"
     )
-    return [finding("saturated", text, tensor=worst, share=clipped[worst], count=len(clipped))]
+    return [finding("saturated", text, tensor=worst, share=clipped[worst], count=len(clipped), advice=advice)]
 
 
 def _outside(host: Host, trace: Trace, length: int, found: Sequence[Range]) -> dict[str, Array]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvgate import causes
 from kvgate.compiler.dtypes import BITS
 
 WIDE_MASK = -1e3  # below it scores and mask in one integer tensor leave the scores no resolution
@@ -20,7 +21,6 @@ MOVED = 0.1  # share of an error that is left when both sides are sorted, where 
 _KEEPS = ("Add", "Mul", "Reshape", "Transpose", "exDataConvert", "Split", "Concat", "exSoftmax13", "exSoftmaxMask")
 # Tensors of the residual stream, which a rotation of it spreads out.
 _RESIDUAL = ("Add", "exNorm", "Input", "exDataConvert", "Reshape")
-_INT4 = "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)"
 _OUTLIERS = "quant `w8a8_outliers` or `w16a16i_outliers`: what is beyond int8 in float16"
 _RANGE = "a strategy of the form `recipe` or `plain`, whose norms are fused; then weights `scaled`"
 Row = Mapping[str, Any]
@@ -111,7 +111,7 @@ def coverage(off: Off) -> Kind | None:
         f"{100 * off.row['outside']:.2g} % of its values lie outside the calibrated range {low:.3g} to {high:.3g}; "
         f"cutting them off makes {100 * clipped:.2g} % alone"
     )
-    return Kind("coverage", text, off.row["tensor"], "more calibration texts and samples (config.yaml, calibration)")
+    return Kind("coverage", text, off.row["tensor"], causes.MORE_TEXTS)
 
 
 def wide_range(off: Off) -> Kind | None:
@@ -156,7 +156,7 @@ def weights(off: Off) -> Kind | None:
     if not (right and product and off.dtype.startswith("w4") and off.row.get("dtype") not in BITS):
         return None
     text = f"its inputs are float16 and right, its weights are int{off.dtype[1]}"
-    return Kind("weights", text, off.row["tensor"], _INT4)
+    return Kind("weights", text, off.row["tensor"], causes.INT4)
 
 
 RULES: tuple[Callable[[Off], Kind | None], ...] = (

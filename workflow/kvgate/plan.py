@@ -1,21 +1,12 @@
-"""Every job of a sweep and its key: what a job's result depends on, as one string. Nothing heavy is imported here.
+"""Every job of a sweep with its key (kvgate.keys), made once, while planning. Nothing heavy is imported here."""
 
-A key holds the code, the package versions, the part of the config, the text files, and the keys of the jobs that it
-reads from, so keys chain: whatever changes, exactly the jobs below it get another key. Made once, while planning.
-"""
-
-import base64
-import json
-import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvgate import agent_zip, bundle, digest, sweep
+from kvgate import agent_zip, bundle, digest, keys, sweep
 from kvgate.config import load
 from kvgate.contract import canonical
 from kvgate.job import record_path
@@ -38,7 +29,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "diagnose": ("numpy", "opencv-python-headless"),
     "tabulate": ("numpy", "transformers", "tokenizers"),
 }
-_LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
 
 
 @dataclass(frozen=True)
@@ -50,7 +40,7 @@ class Node:
     config: dict[str, Any]
     inputs: "dict[str, Node]"
     roots: tuple[str, ...]
-    texts: dict[str, str]  # path relative to the repository -> file_state
+    texts: dict[str, str]  # path relative to the repository -> keys.file_state
     key: str
 
     @cached_property
@@ -66,7 +56,7 @@ class Node:
 
     @cached_property
     def short(self) -> str:
-        return short_hash(self.key)
+        return keys.short(self.key)
 
 
 class Plan:
@@ -117,7 +107,7 @@ class Plan:
 
     def _fetch(self, w: dict[str, str]) -> Node:
         source = self.config["models"][w["model"]]["source"]
-        texts = _source_files(self.base, source)
+        texts = keys.source_files(self.base, source)
         return self._make("fetch", w, {"source": source}, {}, (f"sources.{source['kind']}",), texts)
 
     def _trace(self, w: dict[str, str]) -> Node:
@@ -254,7 +244,7 @@ class Plan:
 
     def _text(self, path: str) -> str:
         if path not in self._texts:
-            self._texts[path] = file_state(self.base / path)
+            self._texts[path] = keys.file_state(self.base / path)
         return self._texts[path]
 
     def _make(
@@ -284,50 +274,6 @@ class Plan:
         return Node(stage, wildcards, config, inputs, roots, texts or {}, key)
 
 
-def short_hash(key: str) -> str:
-    return sha256(key.encode()).hexdigest()[:12]
-
-
-def pack(key: str) -> str:
-    """A key as a command-line argument: as it is, or compressed where it is long."""
-    return key if len(key) < _LONG else "z:" + base64.b85encode(zlib.compress(key.encode())).decode()
-
-
-def unpack(argument: str) -> dict[str, Any]:
-    """The key's parts. Raises ValueError on what is no key."""
-    text = zlib.decompress(base64.b85decode(argument[2:])).decode() if argument.startswith("z:") else argument
-    return json.loads(text)
-
-
-def changes(node: Node, recorded: dict[str, Any] | None) -> list[str]:
-    """Which parts of a record's key differ from the planned one: `new`, or `code`, `versions rknn-toolkit2`, ..."""
-    if recorded is None:
-        return ["new"]
-    planned = json.loads(node.key)
-    return [_change(part, planned[part], recorded.get(part)) for part in planned if planned[part] != recorded.get(part)]
-
-
-def text_digests(base: Path, texts: Iterable[str]) -> dict[str, str]:
-    """The state now of the text files that a key names."""
-    return {path: file_state(base / path) for path in texts}
-
-
-def recorded_key(path: Path) -> dict[str, Any] | None:
-    """The key in a record; None where there is no readable record, or one that asks to be made again."""
-    try:
-        body = json.loads(path.read_bytes())
-        return None if body.get("again") else body.get("key")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _change(part: str, planned: Any, recorded: Any) -> str:
-    if part in ("versions", "config", "texts", "inputs") and isinstance(recorded, dict):
-        names = sorted(k for k in planned.keys() | recorded.keys() if planned.get(k) != recorded.get(k))
-        return f"{part} {', '.join(names)}"
-    return part
-
-
 def _on_board(board: dict[str, Any], strategy: str) -> tuple[str, ...]:
     """The modules that a board's stages run: the agent there, the driver here."""
     return *agent_zip.roots(board["engine"], strategy), f"drivers.{board['driver']}"
@@ -340,31 +286,3 @@ def _names(stage: str) -> Iterator[str]:
     from kvgate.job import RECORDS
 
     return (name for _, name, _, _ in Formatter().parse(RECORDS[stage]) if name)
-
-
-def _source_files(base: Path, source: dict[str, Any]) -> dict[str, str]:
-    """The state of a local source's files: small ones by content, large ones by size and sixteen spread blocks."""
-    path = source.get("path")
-    if source["kind"] not in ("folder", "gguf") or not isinstance(path, str):
-        return {}
-    root = base / path
-    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-    return {os.path.relpath(p, base): file_state(p) for p in files}
-
-
-def file_state(path: Path, block: int = 1 << 16) -> str:
-    """sha256 of a file's size and content; of a large file's size and sixteen spread blocks."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            total = sha256(str(size).encode())
-            read: Callable[[int], bytes] = file.read
-            if size <= 16 * block:
-                total.update(read(size))
-            else:
-                for n in range(16):
-                    file.seek(n * (size - block) // 15)
-                    total.update(read(block))
-        return total.hexdigest()
-    except OSError as error:
-        return f"unreadable: {error.strerror}"

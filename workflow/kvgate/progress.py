@@ -4,11 +4,13 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvgate import record
+from kvgate import keys, record
 from kvgate.job import Job
-from kvgate.plan import Node, Plan, changes, recorded_key
+
+if TYPE_CHECKING:  # a job reports through this and plans nothing
+    from kvgate.plan import Node, Plan
 
 # Seconds of a job on a common PC, where no earlier run tells: only their ratios matter.
 _USUAL = {"fetch": 30, "trace": 20, "prepare": 30, "export": 30, "check": 40, "build": 150, "verify": 3}
@@ -20,11 +22,11 @@ def cost_path(path: Path) -> Path:
     return path.with_suffix(".cost.json")
 
 
-def stale(plan: Plan, results: Path) -> dict[str, tuple[Node, list[str]]]:
+def stale(plan: "Plan", results: Path) -> "dict[str, tuple[Node, list[str]]]":
     """The jobs whose record is not what would be planned now, by record path, each with what changed."""
     found = {}
     for node in plan.nodes():
-        why = changes(node, recorded_key(results / node.record))
+        why = keys.changes(node.key, keys.recorded(results / node.record))
         if why:
             found[node.record] = (node, why)
     return found
@@ -35,7 +37,7 @@ def memory_mb() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
-def begin(plan: Plan, todo: dict[str, tuple[Node, list[str]]], results: Path, write: bool) -> list[str]:
+def begin(plan: "Plan", todo: "dict[str, tuple[Node, list[str]]]", results: Path, write: bool) -> list[str]:
     """Lines that say what there is to do and why; with `write`, the finish lines of the jobs can count down."""
     lines = [f"kvgate: sweep {plan.name}: {len(plan.rows)} rows, {len(plan.nodes())} jobs, {len(todo)} to do"]
     reasons: dict[str, dict[str, int]] = {}

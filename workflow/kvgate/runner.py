@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvgate import digest, plan, progress, record
+from kvgate import digest, keys, progress, record
 from kvgate.job import Job
 
 _HEARTBEAT = 30.0  # seconds between lines on the terminal while a job works
@@ -24,7 +24,7 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
 
     Raises ValueError where the key is not what the code, the packages and the texts are now.
     """
-    key = plan.unpack(argument)
+    key = keys.unpack(argument)
     _hold(stage, key, base)
     inputs = {label: results / path for label, (path, _) in key["inputs"].items()}
     job = Job(stage, key["wildcards"], key["config"], inputs, results, base)
@@ -82,7 +82,7 @@ def _hold(stage: str, key: dict[str, Any], base: Path) -> None:
     for name, version in digest.installed(key["versions"]).items():
         if version != key["versions"][name]:
             raise ValueError(f"{name}: got version {version}, planned: {key['versions'][name]}; run snakemake again")
-    if plan.text_digests(base, key["texts"]) != key["texts"]:
+    if keys.text_digests(base, key["texts"]) != key["texts"]:
         raise ValueError(f"a text of {', '.join(key['texts'])} changed after planning; run snakemake again")
 
 

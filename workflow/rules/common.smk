@@ -11,11 +11,11 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 if str(BASE / "workflow") not in sys.path:
     sys.path.insert(0, str(BASE / "workflow"))
 
-from kvgate import preflight, progress
+from kvgate import keys, preflight, progress
 from kvgate.config import ConfigError
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
-from kvgate.plan import Plan, pack
+from kvgate.plan import Plan
 
 try:
     PLAN = Plan(BASE, config)
@@ -43,7 +43,7 @@ def inputs(stage):
 
 
 def key(stage):
-    return lambda w: pack(PLAN.node(stage, dict(w)).key)
+    return lambda w: keys.pack(PLAN.node(stage, dict(w)).key)
 
 
 def log_of(stage):

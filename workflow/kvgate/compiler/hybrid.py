@@ -60,10 +60,11 @@ def choose(patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[s
     """
     chosen: dict[str, str] = {}
     for pattern, dtype in patterns.items():
-        for name in sorted({n for part in pattern.split("|") for n in _fitting(part, tensors)}):
+        fitting = [name for part in pattern.split("|") for name in _fitting(part, tensors)]
+        for name in fitting:
             if chosen.setdefault(name, dtype) != dtype:
                 raise Failure(f"hybrid: got {chosen[name]} and {dtype} for {name}, allowed: patterns that agree")
-        if ">" not in pattern and not any(_fitting(part, tensors) for part in pattern.split("|")):
+        if not fitting and ">" not in pattern:
             some = [f"{t.operator}:{n}" for n, t in tensors.items()][:4]
             raise Failure(f"hybrid: got pattern {pattern!r}, which fits none of {len(tensors)} tensors, e.g. {some}")
     return chosen

@@ -46,13 +46,13 @@ CONFIG_ARGUMENTS = (
 )
 BUILD_ARGUMENTS = ("rknn_batch_size", "auto_hybrid")
 
-# What a hybrid quant may leave tensors at. int8 under w16a16i_dfp builds and gives garbage (error 0.996).
+# What a hybrid quant may leave tensors at. int8 under w16a16i_dfp builds and gives garbage.
 HYBRID: Mapping[str, tuple[str, ...]] = {
     "w8a8": ("float16", "int16"),
     "w4a16": ("float16",),
     "w16a16i_dfp": ("float16",),
 }
-AUTO_HYBRID = ("w8a8",)  # under w4a16 and w16a16i_dfp it chose nothing at any threshold
+AUTO_HYBRID = ("w8a8",)  # under w4a16 and w16a16i_dfp it chose nothing, whatever the threshold
 
 
 def supported(platform: str) -> tuple[str, ...]:

@@ -15,12 +15,11 @@ import numpy as np
 
 from kvgate import record
 from kvgate.compiler.analysis import SNAPSHOT, ranges_file
-from kvgate.compiler.dtypes import BITS
+from kvgate.compiler.dtypes import BITS, FLOAT16
 from kvgate.compiler.log import bare
 
 Array = np.ndarray
 T = TypeVar("T")
-FLOAT16 = 65504.0  # its largest value
 DECIMALS = 1e-5  # of a distance in the toolkit's text
 CHANNELS = 16  # fewer have no outlier
 _NUMBER = r"(nan|-?inf|[-+.\deE]+)"

@@ -42,7 +42,8 @@ def run(job: Job) -> dict[str, Any]:
     state = _state(job)
     trace = Trace.load(str(job.inputs[f"trace.{state.program}"].with_name("trace.npz")))
     host = build.host_of(source)
-    feeds = _feeds(source.contract, host, trace, state)
+    what = f"accuracy analysis: state ({state.program}, {state.position})"
+    feeds = calibration.feeds(source.contract, host, trace, state.position, what)
     work = toolkit.scratch(job.folder, ".analysis")
     try:
         facts = _analyse(job, source, feeds, work)
@@ -78,14 +79,6 @@ def _state(job: Job) -> State:
         if found:
             return max(found, key=lambda x: x[0])[1]
     return State(next(iter(job.config["programs"])), 0, "", None)
-
-
-def _feeds(contract: Contract, host: Any, trace: Trace, state: State) -> dict[str, Array]:
-    """Raises Blocked where the toolkit could not take them: by the program's state, which is no calibration sample."""
-    try:
-        return calibration.feeds(contract, host, trace, calibration.Sample(state.program, state.position))
-    except record.Blocked as why:
-        raise record.Blocked(why.reason.replace("calibration: sample", "accuracy analysis: state", 1)) from None
 
 
 def _analyse(job: Job, source: build.Source, feeds: Mapping[str, Array], work: Path) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""A job's key: what its result depends on, as one string. Packing it, comparing it, and the states of files in it.
+
+A key holds the code, the package versions, the part of the config, the text files, and the keys of the jobs that it
+reads from, so keys chain: whatever changes, exactly the jobs below it get another key. Standard library only.
+"""
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+_LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
+
+
+def short(key: str) -> str:
+    return sha256(key.encode()).hexdigest()[:12]
+
+
+def pack(key: str) -> str:
+    """A key as a command-line argument: as it is, or compressed where it is long."""
+    return key if len(key) < _LONG else "z:" + base64.b85encode(zlib.compress(key.encode())).decode()
+
+
+def unpack(argument: str) -> dict[str, Any]:
+    """The key's parts. Raises ValueError on what is no key."""
+    text = zlib.decompress(base64.b85decode(argument[2:])).decode() if argument.startswith("z:") else argument
+    return json.loads(text)
+
+
+def changes(key: str, recorded: dict[str, Any] | None) -> list[str]:
+    """Which parts of a record's key differ from the planned one: `new`, or `code`, `versions rknn-toolkit2`, ..."""
+    if recorded is None:
+        return ["new"]
+    planned = json.loads(key)
+    return [_change(part, planned[part], recorded.get(part)) for part in planned if planned[part] != recorded.get(part)]
+
+
+def text_digests(base: Path, texts: Iterable[str]) -> dict[str, str]:
+    """The state now of the text files that a key names."""
+    return {path: file_state(base / path) for path in texts}
+
+
+def recorded(path: Path) -> dict[str, Any] | None:
+    """The key in a record; None where there is no readable record, or one that asks to be made again."""
+    try:
+        body = json.loads(path.read_bytes())
+        return None if body.get("again") else body.get("key")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _change(part: str, planned: Any, recorded: Any) -> str:
+    if part in ("versions", "config", "texts", "inputs") and isinstance(recorded, dict):
+        names = sorted(k for k in planned.keys() | recorded.keys() if planned.get(k) != recorded.get(k))
+        return f"{part} {', '.join(names)}"
+    return part
+
+
+def source_files(base: Path, source: dict[str, Any]) -> dict[str, str]:
+    """The state of a local source's files: small ones by content, large ones by size and sixteen spread blocks."""
+    path = source.get("path")
+    if source["kind"] not in ("folder", "gguf") or not isinstance(path, str):
+        return {}
+    root = base / path
+    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    return {os.path.relpath(p, base): file_state(p) for p in files}
+
+
+def file_state(path: Path, block: int = 1 << 16) -> str:
+    """sha256 of a file's size and content; of a large file's size and sixteen spread blocks."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            total = sha256(str(size).encode())
+            read: Callable[[int], bytes] = file.read
+            if size <= 16 * block:
+                total.update(read(size))
+            else:
+                for n in range(16):
+                    file.seek(n * (size - block) // 15)
+                    total.update(read(block))
+        return total.hexdigest()
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
