@@ -53,6 +53,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"mask": -1, "hybrid": {"*": "float16"}},
         "quants.q.hybrid: got quantized_dtype fp16, allowed: w8a8, w4a16, w16a16i_dfp",
     ),
+    "headroom for activations that are float": (
+        quant("w4a16", headroom=4),
+        "quants.q.headroom: got quantized_dtype w4a16, allowed: w8a8 or w16a16i_dfp (elsewhere activations are float)",
+    ),
+    "headroom that narrows": (quant("w8a8", headroom=0.5), "quants.q.headroom: got 0.5, allowed: at least 1"),
+    "headroom beside the toolkit's own choice": (
+        quant("w8a8", headroom=2, build={"auto_hybrid": True}),
+        "quants.q: got headroom and build.auto_hybrid, allowed: one of them",
+    ),
     "hybrid without calibration": (
         quant("w8a8", {"*": "float16"}, calibrate=False),
         "quants.q.config.quantized_dtype: quantizes, lacks calibrate: true",

@@ -120,6 +120,16 @@ def test_a_cache_that_is_fed_back_is_float16_on_both_sides(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_headroom_widens_every_integer_range(tmp_path: Path) -> None:
+    def ranges(headroom: float) -> dict[str, float]:
+        quant = QUANTS["w16a16i_dfp"] | {"headroom": headroom}
+        body, _ = built(tmp_path / str(headroom), "llama", quant)
+        return {t["name"]: t["high"] for t in body["boundary"]["inputs"] if t["dtype"] == "int16"}
+
+    seen, wide = ranges(1), ranges(4)
+    assert seen and wide == pytest.approx({name: 4 * high for name, high in seen.items()}, rel=1e-3)
+
+
 def test_the_toolkits_own_choice_goes_by_its_thresholds(tmp_path: Path) -> None:
     def at(cosine: float) -> Built:
         config = QUANTS["w8a8_auto"]["config"] | {"auto_hybrid_cos_thresh": cosine}

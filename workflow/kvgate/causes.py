@@ -49,7 +49,7 @@ def remedy(evidence: Evidence) -> str:
 
 
 INT4 = "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)"
-MORE_TEXTS = "more calibration texts and samples (config.yaml, calibration)"
+MORE_TEXTS = "more calibration texts and samples (config.yaml, calibration), for int16 `headroom` in the quant"
 _REMEDIES = {
     "not_a_number": "weights `scaled`, if the residual stream leaves float16's range: it is divided by 32",
     "out_of_range": "a strategy of the form `recipe` or `plain`: their norms are fused",

@@ -23,16 +23,26 @@ def check(name: str, entry: dict[str, Any]) -> None:
     for key in _THRESHOLDS:
         if key in entry["config"] and not auto:
             raise ConfigError(f"{where}.config.{key}: does nothing alone, lacks build.auto_hybrid: true")
-    if entry["hybrid"] and entry["build"]:  # the toolkit's two steps take no such arguments
-        raise ConfigError(f"{where}: got hybrid and build.{next(iter(entry['build']))}, allowed: one of them")
+    steps = "hybrid" if entry["hybrid"] else "headroom" if entry["headroom"] != 1 else ""
+    if steps and entry["build"]:  # the toolkit's two steps take no such arguments
+        raise ConfigError(f"{where}: got {steps} and build.{next(iter(entry['build']))}, allowed: one of them")
     if entry["hybrid"] or auto:
         _mixed(where, entry, auto)
+    if entry["headroom"] != 1:
+        _headroom(where, entry)
 
 
 def _arguments(where: str, got: dict[str, Any], known: tuple[str, ...]) -> None:
     for key in got:
         if key not in known:
             raise ConfigError(f"{where}: got the unknown argument {key}, known: {', '.join(sorted(known))}")
+
+
+def _headroom(where: str, entry: dict[str, Any]) -> None:
+    dtype = platforms.dtype(entry)
+    if dtype not in platforms.INTEGER:
+        allowed = f"{' or '.join(platforms.INTEGER)} (elsewhere activations are float)"
+        raise ConfigError(f"{where}.headroom: got quantized_dtype {dtype}, allowed: {allowed}")
 
 
 def _mixed(where: str, entry: dict[str, Any], auto: bool) -> None:

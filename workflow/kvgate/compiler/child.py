@@ -120,7 +120,7 @@ def compiled(request: Request, run: Run) -> Any:
     with run.of("load"):
         call("load_onnx", lambda: toolkit.load_onnx(model=request.graph))
     with run.of("build"):
-        if request.hybrid:
+        if request.hybrid or request.headroom != 1:
             from kvgate.compiler import hybrid
 
             toolkit = hybrid.build(request, toolkit, lambda: opened(request), call)

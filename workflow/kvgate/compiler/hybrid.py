@@ -1,6 +1,6 @@
-"""Hybrid quantization: some tensors at another dtype, chosen by patterns. Runs in the child."""
+"""Hybrid quantization: some tensors at another dtype, chosen by patterns; wider ranges. Runs in the child."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +12,8 @@ from kvgate.compiler.request import Failure, Request
 def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Callable[[str, Callable], Any]) -> Any:
     """The toolkit's two steps with an edit of its list in between. Returns the object of the second step.
 
-    request.hybrid: {pattern: dtype}, see `choose`. Raises Failure where a pattern fits no tensor.
+    request.hybrid: {pattern: dtype}, see `choose`; request.headroom: see `_widen`. Raises Failure where a pattern fits
+    no tensor.
     """
     import onnx
     import yaml
@@ -22,12 +23,24 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     path = Path(f"{stem}.quantization.cfg")
     settings = yaml.safe_load(path.read_text())
     graph = onnx.load(f"{stem}.model", load_external_data=False).graph  # after all fusions
-    settings["custom_quantize_layers"] = choose(request.hybrid, _tensors(graph, settings["quantize_parameters"]))
+    ranges = settings["quantize_parameters"]
+    settings["custom_quantize_layers"] = choose(request.hybrid, _tensors(graph, ranges))
+    _widen(ranges, {constant.name for constant in graph.initializer}, request.headroom)
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
     # The object of step 1 keeps state that breaks step 2.
     second = opened()
     call("hybrid step 2", lambda: second.hybrid_quantization_step2(f"{stem}.model", f"{stem}.data", str(path)))
     return second
+
+
+def _widen(ranges: dict[str, Any], constants: Set[str], headroom: float) -> None:
+    """Activations' ranges by a factor, for tokens whose values go beyond all that the calibration saw.
+
+    The toolkit takes changed ends and makes the scale from them; a changed scale it refuses.
+    """
+    for name in ranges.keys() - constants:
+        for end in ("min", "max"):
+            ranges[name][end] = [x * headroom for x in ranges[name][end]]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ HYBRID: Mapping[str, tuple[str, ...]] = {
     "w4a16": ("float16",),
     "w16a16i_dfp": ("float16",),
 }
+INTEGER = ("w8a8", "w16a16i_dfp")  # activations too
 AUTO_HYBRID = ("w8a8",)  # under w4a16 and w16a16i_dfp it chose nothing, whatever the threshold
 
 

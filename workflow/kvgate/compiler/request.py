@@ -33,6 +33,7 @@ class Request:
     )  # {name: {"trace": path, "histories": [..]}}
     isolated: int = 16
     hybrid: Mapping[str, str] = field(default_factory=dict)  # tensor name pattern: dtype
+    headroom: float = 1  # by which calibrated ranges are wider than what was seen
     parent: int = 0  # process id; the child dies with it. 0: does not
     progress: int = 2  # file descriptor
     memory: int = 0  # bytes of private memory the process may have; 0: no limit

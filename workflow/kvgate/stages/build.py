@@ -228,6 +228,7 @@ def asked(job: Job, source: Source, work: Path) -> Request:
         config=source.quant.get("config", {}),
         build=source.quant.get("build", {}),
         hybrid=source.quant.get("hybrid", {}),
+        headroom=source.quant.get("headroom", 1),
         dataset=dataset,
         custom=_custom(source),
         mask=source.quant["mask"],
