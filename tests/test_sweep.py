@@ -236,7 +236,7 @@ BAD = {
     "a preparation that is none": (
         set_at("weights", {"plain": {"steps": [{"name": "smooth"}]}}),
         "weights.plain.steps[0].name: got 'smooth', "
-        "known: fold, gptq, krot, mixed, plain, qkv, rotate, scale, split2, vrot",
+        "known: fold, gptq, keep, krot, mixed, plain, qkv, rotate, scale, split2, vrot",
     ),
     "split2 with w8a8": (
         block(weights=["split"], quants=["w8a8"]),
@@ -245,6 +245,13 @@ BAD = {
     "split2 without its rule off": (
         block(weights=["split"], quants=["w4a16"]),
         "sweep.blocks[0]: weights split: split2 needs config.disable_rules ['fuse_conv_conv_add'] in quant w4a16",
+    ),
+    "kept where nothing may stay in float16": (
+        lambda c: (
+            block(weights=["mine"], quants=["w4a16_g32"])(c),
+            c.update(weights={"mine": {"steps": [{"name": "keep"}]}}),
+        ),
+        "sweep.blocks[0]: weights mine: keep needs hybrid ['@kept'] in quant w4a16_g32",
     ),
     "a group that is not the quant's": (
         block(weights=["gptq_g32"], quants=["w4a16"]),

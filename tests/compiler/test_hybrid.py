@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import yaml
 from graphs import Model, relative
@@ -11,6 +12,7 @@ from kvgate import record
 from kvgate.compiler import hybrid
 from kvgate.compiler.hybrid import Tensor
 from kvgate.compiler.request import Failure
+from onnx import helper
 
 QUANTS = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())
 CAPACITY = 16
@@ -59,6 +61,26 @@ def test_a_pattern_is_of_names_or_of_operators_and_names() -> None:
     assert hybrid.choose({"Add:*": "float16"}, TENSORS) == {"/layers.0/Add-rs": "float16"}  # not the bias of a product
     either = hybrid.choose({"exSDPAttention:*|exNorm:*": "float16", "*q_mm": "int16"}, TENSORS)
     assert either == {"/layers.0/attn/q_mm": "int16", "/norm": "float16"}
+
+
+def test_a_matrix_names_its_product_whatever_the_fusions_called_it() -> None:
+    graph = decoder_graph()
+    products = hybrid._products(graph)
+    assert products["/attn/MatMul"] == "attn.qkv" and "/attn/scores" not in products
+    fused = [("Conv", "/attn/MatMul#3", "/attn/Add-rs_gather"), ("Add", "/attn/MatMul#3_add", "/Add-rs")]
+    graph = helper.make_graph([helper.make_node(o, ["a", "b"], [out], name=n) for o, n, out in fused], "g", [], [])
+    settings = {name: {"min": [], "max": []} for _, _, name in fused}
+    tensors = hybrid._tensors(graph, settings, products)
+    assert hybrid.choose({"@attn.qkv": "float16"}, tensors) == {"/attn/Add-rs_gather": "float16"}
+    with pytest.raises(Failure, match=r"hybrid: got pattern '@attn\.out', which fits none of 2 tensors, e\.g\. "):
+        hybrid.choose({"@attn.out": "float16"}, tensors)
+
+
+def decoder_graph() -> Any:
+    nodes = [("/attn/MatMul", "model.attn.qkv"), ("/attn/scores", "keys")]
+    made = [helper.make_node("MatMul", ["x", weight], [name], name=name) for name, weight in nodes]
+    weight = helper.make_tensor("model.attn.qkv", onnx.TensorProto.FLOAT, [1, 1], [0.0])
+    return helper.make_graph(made, "g", [], [], [weight])
 
 
 def test_patterns_that_disagree_are_one_line() -> None:

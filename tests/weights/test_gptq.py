@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvgate.export import grid
-from kvgate.weights import gptq, mixed, split2
+from kvgate.weights import gptq, split2
 
 
 def data(rows=96, columns=40, seed=0):
@@ -74,22 +74,3 @@ def test_searched_scales_lose_less_than_the_largest():
     points = np.clip(np.rint(parts / scale), -7, 7) * scale
     lost = ((points.reshape(weight.shape) - weight) ** 2).T @ energy
     assert lost.sum() < 0.97 * (((grid.nearest(weight, group) - weight) ** 2).T @ energy).sum()
-
-
-def test_mixed_spends_its_budget_where_int4_costs_most():
-    _, weight, gram = data()
-    weights = {"cheap": weight, "dear": weight[:, :20], "unseen": weight}
-    size = weight.size / 2e6
-
-    def loss(changes):
-        assert changes.keys() == weights.keys() and np.abs(changes["dear"]).max() > 0
-        return {"cheap": 0.3, "dear": 0.2, "unseen": 0.0}  # the dear one costs more a byte
-
-    grams = {"cheap": gram, "dear": gram}
-    made = mixed.matrices(weights, grams, loss, megabytes=3 * size, group=32)  # 2.5 are all of them in int4
-    assert [name for name, terms in made.items() if len(terms) == 2] == ["dear"]
-    assert np.allclose(sum(made["dear"]), weights["dear"], atol=1e-6) and off_grid(made["cheap"][0], 32) < 1e-6
-    everything = mixed.matrices(weights, grams, loss, megabytes=6 * size, group=32)
-    assert [len(terms) for terms in everything.values()] == [2, 2, 2]
-    with pytest.raises(ValueError, match=r"megabytes: got 0\.001, allowed: at least 0\.0, all in int4"):
-        mixed.matrices(weights, {}, loss, megabytes=0.001, group=32)

@@ -14,7 +14,7 @@ from kvgate.observe import observe
 from kvgate.stages import check, export, prepare
 from kvgate.weights import fold, rotate, scale
 
-# Not gptq and mixed: they move weights on purpose. plain has nothing to keep.
+# Not gptq and mixed: they move weights on purpose. plain and keep change nothing.
 ANY = ("vrot", "krot", "qkv", "split2")
 RECIPE = ("llama", "llama_g8", "qwen3", "olmo2", "gemma3_text", "phi", "gpt_neox", "glm4", "exaone4", "cohere")
 TOKENS = 12
@@ -24,19 +24,29 @@ class Prepared:
     """A model with a preparation, by the real stages; `texts` are its calibration texts."""
 
     def __init__(
-        self, root: Path, family: str, *steps: str, module: str = "cpu_managed", form: str = "recipe", **options: Any
+        self,
+        root: Path,
+        family: str,
+        *steps: str,
+        module: str = "cpu_managed",
+        form: str = "recipe",
+        size: families.Size = families.TINY,
+        entry: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
+        """options: of every step; entry: one of weights.yaml instead."""
         self.root, self.family = root, family
-        self.model = graphs.Model.of(root, family)
+        self.model = graphs.Model.of(root, family, size)
         self.trace = self.model.text(TOKENS)
         text = self.job("trace", {"program": "c"}, {}, {}).record
         self.trace.save(str(text.with_name("trace.npz")))
         record.write(text, {"status": "ok"})
-        entry = {"steps": [{"name": name, "options": options} for name in steps]}
+        entry = entry or {"steps": [{"name": name, "options": options} for name in steps]}
         inputs = {"fetch": self.model.checkpoint / "manifest.json", "calibration.c": text}
         made = self.job("prepare", {"form": form}, {"weights": entry}, inputs)
         self.body = prepare.run(made) | {"status": "ok"}
         record.write(made.record, self.body)
+        self.folder = made.folder
         strategy = {"module": module, "capacity": TOKENS, "form": "recipe"}
         strategy |= {"layout": "channels", "rank": 4, "packing": "apart"}
         inputs = {"fetch": inputs["fetch"], "prepare": made.record}
@@ -166,4 +176,4 @@ def test_a_plain_form_is_no_ground_for_a_basis(tmp_path):
 
 
 def test_every_preparation_is_tested():
-    assert {*ANY, "fold", "rotate", "scale", "gptq", "mixed", "plain"} == set(sweep.modules("weights"))
+    assert {*ANY, "fold", "rotate", "scale", "gptq", "keep", "mixed", "plain"} == set(sweep.modules("weights"))

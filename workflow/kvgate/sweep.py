@@ -247,6 +247,9 @@ def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> 
         missing = set(facts.get("DISABLE", ())) - set(settings.get("disable_rules", ()))
         if missing:
             raise ConfigError(f"{where}: {name} needs config.disable_rules {sorted(missing)} in quant {row.quant}")
+        missing = set(facts.get("HYBRID", ())) - set(quant["hybrid"])
+        if missing and not step["options"].get("group"):  # with groups there is no hybrid, see quants.py
+            raise ConfigError(f"{where}: {name} needs hybrid {sorted(missing)} in quant {row.quant}")
         group = settings.get("quantized_method", "channel").removeprefix("group")
         group = int(group) if group.isdigit() else 0
         if "DTYPES" in facts and step["options"].get("group", 0) != group:

@@ -1,5 +1,6 @@
 """Hybrid quantization: some tensors at another dtype, chosen by patterns; wider ranges. Runs in the child."""
 
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +25,8 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     settings = yaml.safe_load(path.read_text())
     graph = onnx.load(f"{stem}.model", load_external_data=False).graph  # after all fusions
     ranges = settings["quantize_parameters"]
-    settings["custom_quantize_layers"] = choose(request.hybrid, _tensors(graph, ranges))
+    products = _products(onnx.load(request.graph, load_external_data=False).graph)
+    settings["custom_quantize_layers"] = choose(request.hybrid, _tensors(graph, ranges, products))
     _widen(ranges, {constant.name for constant in graph.initializer}, request.headroom)
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
     # The object of step 1 keeps state that breaks step 2.
@@ -48,10 +50,21 @@ class Tensor:
     operator: str  # that makes it
     peak: float = 0.0  # largest magnitude that the calibration saw
     reads: frozenset[str] = frozenset()  # tensors that its operator reads
+    matrix: str = ""  # that its operator multiplies by
 
 
-def _tensors(graph: Any, settings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Those that may be chosen. The toolkit's list also has constants and the graph's inputs and outputs: refused."""
+def _products(graph: Any) -> dict[str, str]:
+    """Of the exported graph: the operators that multiply by a matrix of the weights, and its name."""
+    weights = {x.name for x in graph.initializer}
+    products = [x for x in graph.node if x.op_type == "MatMul" and x.input[1] in weights]
+    return {x.name: x.input[1].removeprefix("model.") for x in products}
+
+
+def _tensors(graph: Any, settings: Mapping[str, Any], products: Mapping[str, str]) -> dict[str, Tensor]:
+    """Those that may be chosen. The toolkit's list also has constants and the graph's inputs and outputs: refused.
+
+    A product is known by its operator's name, which the fusions number (`MatMul#2`); the matrix they may have permuted.
+    """
     outputs = {value.name for value in graph.output}
     found = {}
     for node in graph.node:
@@ -59,7 +72,8 @@ def _tensors(graph: Any, settings: Mapping[str, Any]) -> dict[str, Tensor]:
             if name in settings and name not in outputs:
                 range_ = settings[name]
                 peak = max((abs(x) for x in (*range_["min"], *range_["max"])), default=0.0)
-                found[name] = Tensor(node.op_type, peak, frozenset(node.input))
+                matrix = products.get(re.sub(r"#\d+$", "", node.name), "")
+                found[name] = Tensor(node.op_type, peak, frozenset(node.input), matrix)
     return found
 
 
@@ -68,7 +82,8 @@ def choose(patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[s
 
     `name` or `operator:name` with wildcards, alternatives between `|`: operators are named alike in every family, the
     rest of a name is the model's own. `>32` or `operator:>32`: tensors whose values were seen beyond it, and what reads
-    one of them, or it would be rounded on the way. Raises Failure where a name fits none (that nothing is beyond a
+    one of them, or it would be rounded on the way. `@name`: what the products with matrices of that name give, by which
+    the toolkit keeps the matrix in float16 too. Raises Failure where a name fits none (that nothing is beyond a
     limit is no mistake), and where patterns disagree: their order is not kept.
     """
     chosen: dict[str, str] = {}
@@ -84,6 +99,8 @@ def choose(patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[s
 
 
 def _fitting(pattern: str, tensors: Mapping[str, Tensor]) -> list[str]:
+    if pattern.startswith("@"):
+        return [n for n, t in tensors.items() if t.matrix and fnmatchcase(t.matrix, pattern[1:])]
     operator, _, name = pattern.rpartition(":")
     own = [n for n, t in tensors.items() if fnmatchcase(t.operator, operator or "*")]
     if not name.startswith(">"):

@@ -28,6 +28,8 @@ class Work:
         self.spec, self.model = prepared.spec, prepared.model
         self.state: dict[str, np.ndarray] = {}
         self.sums: dict[str, int] = {}  # matrix name to the number of its terms
+        self.kept: list[str] = []  # matrices that a step gave back as they are: they stay in float16
+        self.chosen: list[dict[str, Any]] = []  # steps that make again what a search chose
         self.key: dict[int, Tensor] = {}  # layer to [Hk], what its keys were multiplied by
         self.value: dict[int, Tensor] = {}  # layer to [Hk, D, D]
         self.turned: dict[int, Tensor] = {}  # rotation to [D, D] that follows it
@@ -79,6 +81,7 @@ class Work:
         if self.state:
             raise ValueError("got a step on matrices before it, allowed: none")
         self._replace(step, lambda weights, grams: step.matrices(weights, grams, self._loss, **options))
+        self.chosen = step.steps(list(self.sums), list(self.kept), options)
 
     def _loss(self, changes: Mapping[str, np.ndarray]) -> dict[str, float]:
         made = {name: torch.from_numpy(change) for name, change in changes.items()}
@@ -88,9 +91,12 @@ class Work:
     def _replace(self, step: Any, change: Any) -> None:
         statistics = self._measured(step)
         self.state = self.tensors()
-        weights = {n: w for n, w in self.state.items() if w.ndim == 2 and n not in self.sums and self._is_product(n)}
+        done = {*self.sums, *self.kept}
+        weights = {n: w for n, w in self.state.items() if w.ndim == 2 and n not in done and self._is_product(n)}
         grams = {name: gram.numpy() for name, gram in statistics.gram.items()} if statistics else {}
         for name, terms in change(weights, grams).items():
+            if terms[0] is weights[name]:
+                self.kept.append(name)
             self.state[name] = terms[0]
             for n, term in enumerate(terms[1:], start=1):
                 self.state[f"{name}.{n}"] = term
@@ -178,6 +184,6 @@ def _chosen(names: list[str], only: list[str], skip: list[str]) -> list[str]:
     """Names that fit a pattern of `only` and none of `skip`. Raises ValueError on a pattern that fits nothing."""
     for pattern in (*only, *skip):
         if not any(fnmatch(name, pattern) for name in names):
-            raise ValueError(f"pattern: got {pattern!r}, which fits none of {len(names)} matrices, e.g. {names[0]}")
+            raise ValueError(f"pattern: got {pattern!r}, which fits none of {len(names)} matrices, e.g. {names[:1]}")
     fitting = [name for name in names if any(fnmatch(name, x) for x in only)]
     return [name for name in fitting if not any(fnmatch(name, x) for x in skip)]

@@ -20,6 +20,7 @@ from kvgate.observe import Trace
 from kvgate.strategies.host import Host
 
 _MODEL, _LOG = "model.rknn", "toolkit.log"
+_KEPT = "@kept"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Source:
 
     folder: Path  # of the graph
     contract: Contract
-    quant: dict[str, Any]
+    quant: dict[str, Any]  # `@kept` replaced by the graph's own
     platform: str
     samples: list[calibration.Sample]
     calibration: str  # digest of the samples, empty where there are none
@@ -55,7 +56,7 @@ def opened(job: Job) -> Source:
     """Raises Blocked where the platform has no such dtype, or the calibration texts do not do."""
     folder = job.inputs["export"].parent
     contract = Contract.from_json((folder / "contract.json").read_text())
-    quant, platform = job.config["quant"], job.wildcards["platform"]
+    quant, platform = _with_kept(job.config["quant"], job.read("export").get("kept", [])), job.wildcards["platform"]
     if platforms.dtype(quant) not in platforms.supported(platform):
         raise record.Blocked(
             f"{platform}: got {platforms.dtype(quant)}, supported: {', '.join(platforms.supported(platform))}"
@@ -69,6 +70,15 @@ def opened(job: Job) -> Source:
         samples = calibration.choose(texts, capacity, job.config["calibration"]["samples"], drawn)
         digest = calibration.digest(samples, _sha256(job, "calibration"))
     return Source(folder, contract, quant, platform, samples, digest)
+
+
+def _with_kept(quant: dict[str, Any], kept: list[str]) -> dict[str, Any]:
+    """The quant with a pattern for each matrix that stays in float16; with none it is the quant without `@kept`."""
+    hybrid = quant.get("hybrid", {})
+    if _KEPT not in hybrid:
+        return quant
+    rest = {pattern: dtype for pattern, dtype in hybrid.items() if pattern != _KEPT}
+    return quant | {"hybrid": rest | {f"@{name}": hybrid[_KEPT] for name in kept}}
 
 
 def _traces(job: Job, stage: str) -> dict[str, Path]:

@@ -60,6 +60,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "hidden": spec.hidden,
         "layers": len(spec.layers),
         "parameter_bytes": prepared["parameter_bytes"],
+        "kept": prepared["kept"],
         "history_bytes": contract.history_bytes(),
         "returned_bytes": contract.returned_bytes(),
         "files": {**files, "host.npz": host_digest, "weights.bin": prepared["files"]["weights.bin"]},

@@ -23,10 +23,11 @@ def preparation(name: str) -> Any:
 
 def run(job: Job) -> dict[str, Any]:
     """Writes weights.bin and tables.npz (embedding rows [V, C], learned positions [P, C], changed bases of K and V);
-    where a preparation moves weights on purpose moved.npz too, what they give (preparation.Work.moved).
+    where a preparation moves weights on purpose moved.npz too, what they give (preparation.Work.moved); where one
+    searched choice.yaml, an entry of weights.yaml that makes the same without a search.
 
-    The body: the spec, the index of weights.bin, which matrices are sums, the final form with its reason, the
-    self-check's error. Raises record.Blocked where the model or a preparation cannot work.
+    The body: the spec, the index of weights.bin, which matrices are sums and which stay in float16, the final form
+    with its reason, the self-check's error. Raises record.Blocked where the model or a preparation cannot work.
     """
     import numpy as np
     import torch
@@ -52,7 +53,7 @@ def run(job: Job) -> dict[str, Any]:
                     _refuse(f"preparation {name}: {why}")
         prepared = prepare(model, job.wildcards["form"])
         work = _changed(job, prepared, steps)
-        tensors, bases, sums = work.tensors(), work.bases(), work.sums
+        tensors, bases = work.tensors(), work.bases()
         index, digest = blob.write(job.folder / "weights.bin", tensors)
         tables = {"embedding": prepared.embedding.numpy(), **bases}
         if prepared.positions is not None:
@@ -60,22 +61,42 @@ def run(job: Job) -> dict[str, Any]:
         files = {"tables.npz": tables}
         if any(getattr(step, "MOVES", False) for _, step, _ in steps):
             files["moved.npz"] = work.moved()
-    (job.folder / "moved.npz").unlink(missing_ok=True)
+    for name in ("moved.npz", "choice.yaml"):
+        (job.folder / name).unlink(missing_ok=True)
     for name, arrays in files.items():
         part = record.partial(job.folder / name)
         with part.open("wb") as file:
             np.savez(file, **arrays)
         part.replace(job.folder / name)
+    names = list(files)
+    if work.chosen:
+        record.write_bytes(job.folder / "choice.yaml", _choice(job, work.chosen).encode())
+        names.append("choice.yaml")
     return {
         "form": prepared.spec.form,
         "reason": prepared.spec.reason,
         "error": float(f"{prepared.error:.1e}"),
         "spec": prepared.spec.to_dict(),
         "tensors": index,
-        "sums": sums,
+        "sums": work.sums,
+        "kept": work.kept,
         "parameter_bytes": sum(x.nbytes for x in tensors.values()),
-        "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in files},
+        "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in names},
     }
+
+
+def _choice(job: Job, chosen: list[dict[str, Any]]) -> str:
+    """A file for --configfile: the entry with the steps that were chosen in the place of the search."""
+    import yaml
+
+    given = job.config["weights"]["steps"]
+    (at,) = (n for n, step in enumerate(given) if hasattr(preparation(step["name"]), "matrices"))
+    name, steps = f"{job.wildcards['weights']}_chosen", [*given[:at], *chosen, *given[at + 1 :]]
+    return (
+        f"# Weights that need no search: what {given[at]['name']} with {given[at]['options']} chose for the model\n"
+        f"# {job.wildcards['model']}. Put {name} into a sweep of yours, with the quant that the search had,\n"
+        "# and give both files to --configfile.\n"
+    ) + yaml.safe_dump({"weights": {name: {"steps": steps, "calibrate": True}}}, sort_keys=False)
 
 
 def _check_options(name: str, step: Any, options: dict[str, Any]) -> None:
