@@ -53,10 +53,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"mask": -1, "hybrid": {"*": "float16"}},
         "quants.q.hybrid: got quantized_dtype fp16, allowed: w8a8, w4a16, w16a16i_dfp",
     ),
-    "hybrid with groups": (
-        quant("w4a16", {"a": "float16"}, config={"quantized_method": "group32"}),
-        "quants.q.hybrid: got quantized_method group32, allowed: channel or layer",
-    ),
     "headroom for activations that are float": (
         quant("w4a16", headroom=4),
         "quants.q.headroom: got quantized_dtype w4a16, allowed: w8a8 or w16a16i_dfp (elsewhere activations are float)",

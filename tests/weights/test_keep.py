@@ -11,7 +11,7 @@ from kvgate import metrics
 from kvgate.stages import build
 from test_preparations import Prepared
 
-QUANT = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())["w4a16_split2"]
+QUANT = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())["w4a16_g32_split2"]
 
 
 def test_a_quant_that_finds_nothing_kept_is_as_if_it_did_not_ask() -> None:

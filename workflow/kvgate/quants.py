@@ -53,9 +53,6 @@ def _mixed(where: str, entry: dict[str, Any], auto: bool) -> None:
             allowed = " or ".join(platforms.AUTO_HYBRID)
             raise ConfigError(f"{what}: got quantized_dtype {dtype}, allowed: {allowed} (elsewhere it changes nothing)")
         return
-    method = entry["config"].get("quantized_method", "channel")
-    if method.startswith("group"):  # the toolkit lists every group's scale as text, which takes hours on a real model
-        raise ConfigError(f"{what}: got quantized_method {method}, allowed: channel or layer")
     if dtype not in platforms.HYBRID:
         raise ConfigError(f"{what}: got quantized_dtype {dtype}, allowed: {', '.join(platforms.HYBRID)}")
     for pattern, wanted in entry["hybrid"].items():

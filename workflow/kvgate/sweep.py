@@ -248,7 +248,7 @@ def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> 
         if missing:
             raise ConfigError(f"{where}: {name} needs config.disable_rules {sorted(missing)} in quant {row.quant}")
         missing = set(facts.get("HYBRID", ())) - set(quant["hybrid"])
-        if missing and not step["options"].get("group"):  # with groups there is no hybrid, see quants.py
+        if missing:
             raise ConfigError(f"{where}: {name} needs hybrid {sorted(missing)} in quant {row.quant}")
         group = settings.get("quantized_method", "channel").removeprefix("group")
         group = int(group) if group.isdigit() else 0

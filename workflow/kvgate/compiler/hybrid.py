@@ -1,7 +1,8 @@
 """Hybrid quantization: some tensors at another dtype, chosen by patterns; wider ranges. Runs in the child."""
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +20,8 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     import onnx
     import yaml
 
-    call("hybrid step 1", lambda: toolkit.hybrid_quantization_step1(dataset=request.dataset, proposal=False))
+    with _without_int4():
+        call("hybrid step 1", lambda: toolkit.hybrid_quantization_step1(dataset=request.dataset, proposal=False))
     stem = Path(request.graph).stem
     path = Path(f"{stem}.quantization.cfg")
     settings = yaml.safe_load(path.read_text())
@@ -33,6 +35,27 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     second = opened()
     call("hybrid step 2", lambda: second.hybrid_quantization_step2(f"{stem}.model", f"{stem}.data", str(path)))
     return second
+
+
+@contextmanager
+def _without_int4() -> Iterator[None]:
+    """The toolkit's list is written without int4 weights: step 2 finds their scales again.
+
+    With them, lines of YAML for every group, the two steps took 139 s for 3.6 M weights, and without 8 s.
+    """
+    from ruamel.yaml import YAML  # the toolkit's own
+
+    written = YAML.dump
+
+    def dump(self: YAML, data: Any, *rest: Any, **more: Any) -> Any:
+        left = {name: x for name, x in data["quantize_parameters"].items() if x["dtype"] != "int4"}
+        return written(self, data | {"quantize_parameters": left}, *rest, **more)
+
+    YAML.dump = dump  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        YAML.dump = written  # type: ignore[method-assign]
 
 
 def _widen(ranges: dict[str, Any], constants: Set[str], headroom: float) -> None:

@@ -25,7 +25,7 @@ _BYTES = (0.5, 1.0, 2.0)
 # Predicted by toolkit 2.5.0 for rk3576. SmolLM2-135M, whose matrices have 134.5 M weights, takes 9.3 M cycles in int4
 # per channel, 4.2 M in groups of 32, 8.5 M as sums of those, 36.2 M in float16.
 _CYCLES = (0.069, 0.138, 0.27)
-_CYCLES_GROUPED = (0.0316, 0.0632)
+_CYCLES_GROUPED = (0.0316, 0.0632, 0.27)
 
 Matrices = dict[str, np.ndarray]
 Forms = Mapping[str, Sequence[float]]  # a number for each form of each matrix
@@ -49,9 +49,7 @@ def matrices(
     if len(given) != 1:
         raise ValueError(f"budget: got {' and '.join(given) or 'none'}, allowed: one of {', '.join(budgets)}")
     ((unit, budget),) = given.items()
-    prices: tuple[float, ...] = _BYTES if unit == "megabytes" else _CYCLES_GROUPED if group else _CYCLES
-    if group:
-        prices = prices[:2]  # float16 needs a hybrid build, which the toolkit cannot do beside groups
+    prices = _BYTES if unit == "megabytes" else _CYCLES_GROUPED if group else _CYCLES
     costs = {name: [price * weight.size / 1e6 for price in prices] for name, weight in weights.items()}
     least = sum(cost[0] for cost in costs.values())
     if budget < least:
