@@ -61,7 +61,7 @@ _REMEDIES = {
 _BY_DTYPE = {
     "w8a8": "weights `int8` (where norms forbid to rotate `int8_fold`) with quant w8a8_outliers",
     "w4a16": INT4,
-    "w16a16i_dfp": "weights `int8` with quant w16a16i_outliers, and many calibration texts",
+    "w16a16i_dfp": "weights `int8` with quant w16a16i_outliers",
 }
 
 

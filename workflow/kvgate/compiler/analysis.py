@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgate.compiler import child
+from kvgate.compiler import child, hybrid
 from kvgate.compiler.request import Failure, Request
 
 SNAPSHOT = "snapshot"
@@ -21,11 +21,6 @@ NO_RANGES = "float activations have no ranges"
 @dataclass(frozen=True)
 class Analysis(Request):
     feeds: Sequence[str] = ()  # one state: a .npy an input in the contract's order; names in the current folder
-
-
-def ranges_file(graph: str) -> str:
-    """The toolkit's name for its list of ranges; {stem}.model beside it is the fused graph."""
-    return f"{Path(graph).stem}.quantization.cfg"
 
 
 def analyse(request: Analysis, run: child.Run) -> dict[str, Any]:
@@ -38,7 +33,7 @@ def analyse(request: Analysis, run: child.Run) -> dict[str, Any]:
         child.call("accuracy_analysis", lambda: toolkit.accuracy_analysis(inputs=feeds, output_dir=SNAPSHOT))
     if not request.dataset:
         return {"ranges": NO_RANGES}
-    if Path(ranges_file(request.graph)).is_file():  # the hybrid build wrote it
+    if Path(hybrid.ranges_file(request.graph)).is_file():  # the hybrid build wrote it
         return {"ranges": ""}
     toolkit.release()  # its memory, before another object takes as much
     with run.of("ranges"):
@@ -53,7 +48,7 @@ def _write_ranges(request: Analysis) -> None:
     """By a second object: the first one has been built, and cannot take this step any more."""
     second = child.opened(request)
     child.call("load_onnx", lambda: second.load_onnx(model=request.graph))
-    child.call("ranges", lambda: second.hybrid_quantization_step1(dataset=request.dataset, proposal=False))
+    hybrid.write_ranges(request, second, child.call)
 
 
 if __name__ == "__main__":
