@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import tinygraph
 from kvgate import kinds, record
 from kvgate.compiler import toolkit
+from kvgate.engines.onnxruntime import Engine
 from kvgate.job import Job, record_path
 from kvgate.stages import accuracy, build, verify
+from kvgate.strategies.cpu_managed.host import Host
 from onnx import numpy_helper
 
 LIMIT = 0.05
@@ -104,7 +107,7 @@ def test_an_outlier_channel(tmp_path: Path) -> None:
     # The worst step is one where the channel is small: its range is wide there too, and that is told first.
     kind = kinds.outlier_channel(found)
     assert kind is not None, (kinds.explain(found), found.row, found.inputs)
-    assert "rotate" in kind.remedy
+    assert "rotate" in kind.remedy.text
 
 
 @pytest.mark.slow
@@ -112,6 +115,40 @@ def test_a_hybrid_row_is_analysed_as_it_was_built(tmp_path: Path) -> None:
     body = accuracy.run(prepared(tmp_path, {**W8A8, "hybrid": {"*sdpa*": "float16"}}))
     assert body["artifact"] == "equal" and body["ranges"] == ""
     assert {x["dtype"] for x in body["operators"] if x["operator"] == "exSDPAttention"} == {"float16"}
+
+
+@pytest.mark.slow
+def test_a_row_with_headroom_is_analysed_as_it_was_built(tmp_path: Path) -> None:
+    """The toolkit's list keeps the calibration's scales, and the artifact has wider ones."""
+    body = accuracy.run(prepared(tmp_path, {**W8A8, "headroom": 4}))
+    assert body["artifact"] == "equal"
+    built = record.read(next(tmp_path.rglob("build.json")))["boundary"]
+    for name, tensors in (("key.0_int8", built["inputs"]), ("key.0.out_int8", built["outputs"])):
+        boundary = next(t for t in tensors if t["name"] == name.removesuffix("_int8"))
+        made = row(body, name)
+        assert [made[x] for x in ("low", "high", "scale")] == pytest.approx(
+            [boundary[x] for x in ("low", "high", "scale")], rel=1e-3
+        )
+    # A quarter of each range is used; the masks and softmax have values at its very end.
+    assert max(x["saturated"] for x in body["operators"] if x["operator"] == "Conv" and x["scale"]) == 0
+
+
+@pytest.mark.parametrize("broken", ["key.0.out", "value.1.out"])
+def test_a_layer_that_is_not_finite_is_no_small_error(tmp_path: Path, broken: str) -> None:
+    """Whichever of the layers it is, the first one or the last."""
+
+    class Dumps:
+        def tensor(self, name: str, run: str) -> np.ndarray:
+            return np.full_like(outputs[name], np.nan) if (name, run) == (broken, "golden") else outputs[name]
+
+    boundary, graph = tinygraph.contract(), tmp_path / "model.onnx"
+    onnx.save(tinygraph.decoder(boundary).model(boundary), str(graph))
+    trace = tinygraph.trace(graph, boundary, np.arange(tinygraph.SLOTS), tinygraph.SLOTS)
+    host = Host(boundary, tinygraph.tables(), -1e4)
+    feeds = accuracy.calibration.feeds(boundary, host, trace, 5, "state")
+    outputs = dict(Engine(graph, boundary).step(feeds))
+    seen = {run: accuracy._compared(Dumps(), boundary, host, trace, feeds, run) for run in ("golden", "simulator")}
+    assert seen["golden"]["kv_l2"] is None and seen["simulator"]["kv_l2"] < 1e-6
 
 
 @pytest.mark.slow

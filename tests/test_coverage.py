@@ -124,7 +124,9 @@ def test_a_saturated_calibration_has_another_remedy():
     saturated = {"kind": "saturated", "text": "", "tensor": "key.3", "advice": "quantized_algorithm normal"}
     clipped = replace(plain, findings=[saturated])
     assert causes.explain(clipped).endswith("the calibrated range; the calibration cuts off its own samples too")
-    assert "calibration texts" in causes.remedy(plain) and "quantized_algorithm normal" in causes.remedy(clipped)
+    assert (
+        "calibration texts" in causes.remedy(plain).text and "quantized_algorithm normal" in causes.remedy(clipped).text
+    )
 
 
 def test_the_record_and_the_verdict_have_it_by_tensor(tmp_path):

@@ -112,7 +112,7 @@ def test_the_first_operator_that_is_off_by_itself(tmp_path):
     assert len(names) == 20 and names[-2:] == ["up", "down"] and names[0] == "fine12"  # the worst, in order
     told = "First operator off by itself: layers.1/mlp/up_proj Conv (up), isolated 10.36 %, isolated cosine 0.9951"
     assert told in body["sentence"] and "outside the calibrated range" in body["sentence"]
-    assert body["sentence"].endswith(f"What to try: {causes.MORE_TEXTS}")
+    assert body["sentence"].endswith(f"What to try: {causes.MORE_TEXTS.text}")
     page = (job.folder / "diagnosis.html").read_text()
     assert "First operator off by itself (over 0.05)" in page and page.count("<td>fine") == 18
 

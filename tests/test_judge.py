@@ -1,9 +1,12 @@
 """judge: each gate holding and breaking, the reason, and the first place."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import synthetic
-from kvgate import causes, gates
+from kvgate import causes, config, gates, kinds
 from synthetic import judged, off
 
 OF = synthetic.trace()
@@ -299,13 +302,48 @@ def test_angles_in_the_graph():
     assert "grows" not in causes.explain(evidence(roles=["ids"], early=0.002, late=0.003))
 
 
-def test_integers_at_the_boundary_and_random_weights():
+def test_integers_at_the_boundary():
     assert causes.explain(evidence(boundary=["float16", "int8"], mask=-100.0)) == "activations and cache are int8"
     coarse = causes.explain(evidence(boundary=["int8"], mask=-1e4))
     assert coarse == "activations and cache are int8, and the mask of -10000 leaves scores no resolution"
     assert "mask" not in causes.explain(evidence(boundary=["float16"], mask=-1e4))
-    random = evidence(findings=[{"kind": "random_weights", "text": ""}])
-    assert causes.explain(random) == "the toolkit put random weights in place of missing ones"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "quant", "told"),
+    [
+        ("w8a8", "plain", "w8a8", True),
+        ("w8a8", "int8", "w8a8", True),
+        ("w8a8", "plain", "w8a8_outliers", True),
+        ("w8a8", "int8", "w8a8_outliers", False),
+        ("w8a8", "int8_fold", "w8a8_outliers", False),
+        ("w16a16i_dfp", "int8", "w16a16i_outliers", False),
+        ("w4a16", "gptq_g32", "w4a16_g32", True),
+        ("w4a16", "split_g32", "w4a16_g32_split2", False),
+        ("fp16", "plain", "fp16", False),  # nothing is known against it
+    ],
+)
+def test_no_remedy_is_what_the_row_has(dtype, weights, quant, told):
+    remedy = causes.remedy(evidence(boundary=["int8"], dtype=dtype))
+    assert bool(remedy.beyond({"weights": weights, "quant": quant})) is told
+
+
+def test_a_remedy_of_weights_alone_whatever_the_quant():
+    remedy = causes.remedy(evidence(findings=[{"kind": "nan", "text": ""}]))
+    assert "scaled" in remedy.beyond({"weights": "plain", "quant": "fp16"})
+    assert remedy.beyond({"weights": "scaled", "quant": "w8a8"}) == ""
+
+
+def test_what_remedies_name_is_shipped():
+    """In weights.yaml and quants.yaml, and in the text as in the names."""
+    remedies = [*causes._BY_DTYPE.values(), *causes._REMEDIES.values()]
+    remedies += [x for x in vars(kinds).values() if isinstance(x, causes.Remedy)]
+    whole = config.load(Path(__file__).parents[1], {})
+    shipped = {*whole["weights"], *whole["quants"]} - {"plain"}  # a form of graphs too
+    assert any(x.weights for x in remedies) and any(x.quants for x in remedies)
+    for remedy in remedies:
+        words = set(re.findall(r"\w+", remedy.text))
+        assert words & shipped == {*remedy.weights, *remedy.quants}, remedy
 
 
 def test_a_verdict_of_nothing_raises():

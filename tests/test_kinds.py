@@ -77,7 +77,7 @@ def test_mask(mask, inputs, dtype, expected):
     assert kind(*rows, broken, mask=mask) == expected
     if expected:
         found = kinds.explain(off(*rows, broken, mask=mask))
-        assert "-100" in found.remedy and "int8 tensor, in steps of" in found.text
+        assert "-100" in found.remedy.text and "int8 tensor, in steps of" in found.text
 
 
 def test_a_mask_before_a_product_is_not_this_operators():
@@ -88,7 +88,7 @@ def test_a_mask_before_a_product_is_not_this_operators():
 def test_coverage():
     cut = {"clipped_l2": 0.09, "outside": 0.031, "isolated_l2": 0.1}
     found = kinds.explain(off(row("x", **cut)))
-    assert found.kind == "coverage" and "3.1 % of its values" in found.text and "calibration" in found.remedy
+    assert found.kind == "coverage" and "3.1 % of its values" in found.text and "calibration" in found.remedy.text
     assert kind(row("x", **cut | {"isolated_l2": 0.2})) == ""  # most of the error has another cause
 
 
@@ -96,7 +96,7 @@ def test_joint_scale():
     whole = row("qkv", golden=[-8.0, 8.0])
     part = row("v", "Split", inputs=["qkv"], isolated_l2=0.1)
     found = kinds.explain(off(whole, part))
-    assert found.kind == "joint scale" and "8 times as large in qkv" in found.text and "qkv" in found.remedy
+    assert found.kind == "joint scale" and "8 times as large in qkv" in found.text and "qkv" in found.remedy.text
     assert kind(row("qkv", golden=[-2.0, 2.0]), part) == ""
     assert kind(whole, part | {"scale": 0.5}) == ""  # it has a scale of its own
 
@@ -105,11 +105,11 @@ def test_outlier_channel():
     source = row("residual", "Add", channels=40.0)
     broken = row("y", inputs=["residual"], isolated_l2=0.3)
     found = kinds.explain(off(source, broken))
-    assert (found.kind, found.tensor) == ("outlier channel", "residual") and "rotate" in found.remedy
+    assert (found.kind, found.tensor) == ("outlier channel", "residual") and "rotate" in found.remedy.text
     assert kind(row("residual", "Add", channels=12.0), broken) == ""
     assert kind(source | {"dtype": "float16"}, broken) == ""
     product = kinds.explain(off(row("residual", "Mul", channels=40.0), broken))
-    assert product.kind == "outlier channel" and "outliers" in product.remedy  # no rotation reaches it
+    assert product.kind == "outlier channel" and "outliers" in product.remedy.text  # no rotation reaches it
 
 
 def test_a_range_wider_than_this_steps_values_need():
@@ -119,9 +119,15 @@ def test_a_range_wider_than_this_steps_values_need():
     assert (found.kind, found.tensor) == ("wide range", "sum") and found.text.endswith(
         "is 98.3 times its values here: wider than this step's values need"
     )
-    assert "w8a8_outliers" in found.remedy
+    assert "w8a8_outliers" in found.remedy.text
     assert kind(source | {"low": -60.0, "high": 60.0}, norm) == ""
     assert kind(source | {"dtype": "float16"}, norm) == ""
+
+
+def test_headroom_is_no_wide_range():
+    """int16's ranges are made wider on purpose: by four, of what was seen."""
+    norm = row("norm", isolated_l2=0.1, low=-12.0, high=12.0)
+    assert kind(norm, headroom=1.0) == "wide range" and kind(norm, headroom=4.0) == ""
 
 
 def test_a_wide_range_is_none_of_a_tensor_in_float16():

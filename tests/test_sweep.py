@@ -264,6 +264,29 @@ BAD = {
         ),
         "sweep.blocks[0]: weights rotated: rotate got a gemma3_text, known: llama, mistral, qwen2, ",
     ),
+    "a family that a preparation takes from another does not know": (
+        lambda c: (block(weights=["scaled"])(c), c["models"]["tiny"]["source"]["config"].update(model_type="bloom")),
+        "sweep.blocks[0]: weights scaled: scale got a bloom, known: llama, mistral, qwen2, ",
+    ),
+    "a preparation of an exporter's graph": (
+        lambda c: (
+            c["strategies"].update(today={"module": "dynamic_concat", "capacity": 32, "form": "exporter"}),
+            block(strategies=["today"], weights=["scaled"])(c),
+        ),
+        "sweep.blocks[0]: strategy today exports the checkpoint as it is, got weights scaled, allowed: weights without",
+    ),
+    "an option that a preparation has not": (
+        set_at("weights", {"mine": {"steps": [{"name": "scale", "options": {"bi": 2}}]}}),
+        "weights.mine.steps[0].options: scale got the unknown option bi, known: by",
+    ),
+    "an option of another type": (
+        set_at("weights", {"mine": {"steps": [{"name": "scale", "options": {"by": "1/32"}}]}}),
+        'weights.mine.steps[0].options.by: got "1/32", allowed: number',
+    ),
+    "patterns that are no list": (
+        set_at("weights", {"mine": {"steps": [{"name": "split2", "options": {"only": "*mlp*"}}]}}),
+        'weights.mine.steps[0].options.only: got "*mlp*", allowed: array',
+    ),
     "statistics without texts": (
         set_at("weights", {"mine": {"steps": [{"name": "qkv"}]}}),
         "weights.mine: qkv reads the calibration texts, lacks calibrate: true",

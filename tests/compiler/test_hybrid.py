@@ -1,5 +1,6 @@
 """Hybrid quantization, by patterns and automatic: the shipped sets on tiny decoders, with the real toolkit."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ def cache(body: dict[str, Any]) -> set[str]:
     """The dtypes of all cache inputs and outputs."""
     tensors = body["boundary"]["inputs"] + body["boundary"]["outputs"]
     return {t["dtype"] for t in tensors if t["name"].startswith(("key.", "value."))}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("Mull:>20", "operator 'Mull' in 'Mull:>20'"),
+        ("attn/*|Conv:>99", "pattern 'attn/*|Conv:>99', which fits none of 4 tensors"),
+    ],
+)
+def test_a_limit_hides_no_mistake(pattern: str, said: str) -> None:
+    with pytest.raises(Failure, match=re.escape(f"hybrid: got {said}")):
+        hybrid.choose({pattern: "float16"}, TENSORS)
+
+
+def test_an_operator_that_this_graph_has_not_is_no_mistake() -> None:
+    for pattern in ("Mul:>20", "exGelu:>20", "ex*:>9"):
+        assert hybrid.choose({pattern: "float16"}, TENSORS) == {}
 
 
 def test_a_pattern_is_of_names_or_of_operators_and_names() -> None:

@@ -159,3 +159,6 @@ def test_the_list_of_ranges(tmp_path: Path):
     assert "w" not in dump.ranges  # of channels
     assert dump._converted("key.0_int8")["scale"] == pytest.approx(0.01)
     assert dump._converted("key.0_float16") == {}
+    wider = snapshot.Snapshot(tmp_path, "model.onnx", headroom=4.0)  # its ends are in the list, its scale is not
+    assert wider.ranges["x"] == dump.ranges["x"] | {"scale": pytest.approx(4 * 0.0118)}
+    assert wider.ranges["h"] == dump.ranges["h"]

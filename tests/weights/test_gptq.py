@@ -25,8 +25,6 @@ def test_gptq_stays_on_its_own_grid(group):
     _, weight, gram = data()
     (made,) = gptq.linear("w", weight, gram, group)
     assert off_grid(made, group) < 1e-6
-    points = np.rint(made.reshape(-1, group or 96, 40) / grid.scales(made, group))
-    assert (np.abs(points).max(1) == grid.TOP).all()  # else the toolkit would find another scale
 
 
 @pytest.mark.parametrize("group", [0, 32])
@@ -53,7 +51,7 @@ def test_split2_adds_up_and_both_terms_are_on_the_grid_within_int8(seed, group):
     first, second = split2.linear("w", weight, None, group)
     assert np.allclose(first + second, weight, atol=1e-6)
     assert off_grid(first, group) < 1e-6
-    # What int4 leaves of the second term: a fifteenth of the first one's step.
+    # The second term holds what is left of half a step of the first, in steps a fourteenth as large.
     step = grid.scales(weight, group)
     left = np.abs(grid.nearest(second, group) - second).reshape(len(step), -1, 5)
     assert (left <= step / 28 * (1 + 1e-4)).all()

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from kvgate import metrics
 from kvgate.stages import build
-from test_preparations import Prepared
+from test_function import Prepared
 
 QUANT = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())["w4a16_g32_split2"]
 

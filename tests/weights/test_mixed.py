@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvgate import record
 from kvgate.weights import mixed
-from test_preparations import Prepared
+from test_function import Prepared
 
 GENERATOR = np.random.default_rng(0)
 WEIGHTS = {"cheap": (96, 40), "dear": (96, 20), "unseen": (96, 40)}

@@ -9,6 +9,7 @@ from typing import Any
 
 FLOAT_INPUTS = ("cosine", "sine", "rotation")  # roles: angles that the host worked out
 OUTSIDE = 0.01  # share of a tensor's values beyond its range that explains an error
+WIDE_MASK = -1e3  # below it scores and mask in one integer tensor leave the scores no resolution
 CHECKED = 1e-4  # L2 up to which float32 counts as right, as in the check
 
 
@@ -33,35 +34,60 @@ class Evidence:
     outside: tuple[str, float] = ("", 0.0)  # the cache tensor with the most values beyond its calibrated range; share
 
 
+@dataclass(frozen=True)
+class Remedy:
+    """What to try first against a cause."""
+
+    text: str
+    weights: Sequence[str] = ()  # that it names; any of them is it
+    quants: Sequence[str] = ()
+
+    def beyond(self, row: Mapping[str, str]) -> str:
+        """Its text; empty where the row has already what it names."""
+        named = [(names, row[key]) for key, names in (("weights", self.weights), ("quant", self.quants)) if names]
+        return "" if named and all(own in names for names, own in named) else self.text
+
+
 def explain(evidence: Evidence) -> str:
     """The first rule's sentence whose evidence is there; empty where none is."""
     return next((text for rule in RULES if (text := rule(evidence))), "")
 
 
-def remedy(evidence: Evidence) -> str:
+def remedy(evidence: Evidence) -> Remedy:
     """What to try against the first rule's cause; empty where nothing is known that helps. It may not be enough."""
     rule = next((rule for rule in RULES if rule(evidence)), None)
     if rule is not_covered and (saturated := clipped(evidence)):
-        return saturated["advice"]
+        return Remedy(saturated["advice"])
     if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
-        return _BY_DTYPE.get(evidence.dtype, "")
-    return _REMEDIES.get(rule.__name__, "") if rule else ""
+        return _BY_DTYPE.get(evidence.dtype, NOTHING)
+    return _REMEDIES.get(rule.__name__, NOTHING) if rule else NOTHING
 
 
-INT4 = "quant w4a16_g32_split2 with weights `split2_g32` (twice the bytes) or `mixed` (a size of yours)"
-MORE_TEXTS = "more calibration texts and samples (config.yaml, calibration), for int16 `headroom` in the quant"
+NOTHING = Remedy("")
+INT4 = Remedy(
+    "quant w4a16_g32_split2 with weights `split_g32` (twice the bytes; `split2_g32` where a family's norms forbid to "
+    "scale) or `mixed_75` (`megabytes` of yours)",
+    weights=("split_g32", "split2_g32", "mixed_75"),
+    quants=("w4a16_g32_split2",),
+)
+MORE_TEXTS = Remedy("more calibration texts and samples (config.yaml, calibration), for int16 `headroom` in the quant")
+RANK_3 = Remedy("a strategy with rank 3, which cannot be read as NCHW or NHWC")
 _REMEDIES = {
-    "not_a_number": "weights `scaled`, if the residual stream leaves float16's range: it is divided by 32",
-    "out_of_range": "a strategy of the form `recipe` or `plain`: their norms are fused",
-    "permuted": "a strategy with rank 3, which cannot be read as NCHW or NHWC",
-    "angles": "a strategy of the form `recipe` or `plain`: the host works the angles out",
+    "not_a_number": Remedy(
+        "weights `scaled`, if the residual stream leaves float16's range: it is divided by 32", weights=("scaled",)
+    ),
+    "out_of_range": Remedy("a strategy of the form `recipe` or `plain`: their norms are fused"),
+    "permuted": RANK_3,
+    "angles": Remedy("a strategy of the form `recipe` or `plain`: the host works the angles out"),
     "not_covered": MORE_TEXTS,
-    "random_weights": "weights.bin beside the graph: run again",
 }
+_INT8 = ("int8", "int8_fold")
 _BY_DTYPE = {
-    "w8a8": "weights `int8` (where norms forbid to rotate `int8_fold`) with quant w8a8_outliers",
+    "w8a8": Remedy(
+        "weights `int8` (where norms forbid to rotate `int8_fold`) with quant w8a8_outliers", _INT8, ("w8a8_outliers",)
+    ),
     "w4a16": INT4,
-    "w16a16i_dfp": "weights `int8` with quant w16a16i_outliers",
+    "w16a16i_dfp": Remedy("weights `int8` or `int8_fold` with quant w16a16i_outliers", _INT8, ("w16a16i_outliers",)),
 }
 
 
@@ -106,11 +132,6 @@ def constant(e: Evidence) -> str:
     return str(found["text"]) if found else ""
 
 
-def random_weights(e: Evidence) -> str:
-    found = any(f["kind"] == "random_weights" for f in e.findings)
-    return "the toolkit put random weights in place of missing ones" if found else ""
-
-
 def other_slots(e: Evidence) -> str:
     """A graph that gives the whole buffer back must not touch the slots that it does not write."""
     if e.first.get("gate") != "disturbed":
@@ -122,14 +143,13 @@ def other_slots(e: Evidence) -> str:
 
 
 def rounded_cache(e: Evidence) -> str:
-    """Integers at the boundary: every K and V is rounded to one scale for the tensor.
-
-    Scores and mask are one tensor of integers: a mask beyond some hundreds leaves the scores no resolution.
-    """
+    """Integers at the boundary: every K and V is rounded to one scale for the tensor."""
     integer = sorted({d for d in e.boundary if "int" in d})
     if not integer:
         return ""
-    coarse = f", and the mask of {e.mask:g} leaves scores no resolution" if e.mask is not None and e.mask < -1e3 else ""
+    coarse = (
+        f", and the mask of {e.mask:g} leaves scores no resolution" if e.mask is not None and e.mask < WIDE_MASK else ""
+    )
     return f"activations and cache are {integer[0]}{coarse}"
 
 
@@ -201,7 +221,6 @@ def is_range(finding: Mapping[str, Any]) -> bool:
 
 
 RULES: tuple[Callable[[Evidence], str], ...] = (
-    random_weights,
     out_of_range,
     permuted,
     not_a_number,

@@ -113,9 +113,12 @@ UNITS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def line(verdict: Mapping[str, Any]) -> str:
-    """A row in one line, as it finishes: `pass  cpu_managed fp16 rk3576 (simulator): all 9 gates hold`."""
-    row = verdict["row"]
+def name(row: Mapping[str, str]) -> str:
+    """A row's name in a sentence: `smollm2-135m int8 cpu_managed w8a8 rk3576 (simulator)`, plain weights unsaid."""
     weights = "" if row["weights"] == "plain" else f" {row['weights']}"
-    name = f"{row['model']}{weights} {row['strategy']} {row['quant']} {row['platform']} ({row['backend']})"
-    return f"{verdict['verdict']:<7} {name}: {verdict['reason']}"
+    return f"{row['model']}{weights} {row['strategy']} {row['quant']} {row['platform']} ({row['backend']})"
+
+
+def line(verdict: Mapping[str, Any]) -> str:
+    """A row in one line, as it finishes: `pass    tiny cpu_managed fp16 rk3576 (simulator): all 9 gates hold`."""
+    return f"{verdict['verdict']:<7} {name(verdict['row'])}: {verdict['reason']}"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvgate import causes
+from kvgate.causes import Remedy
 from kvgate.compiler.dtypes import BITS
 
-WIDE_MASK = -1e3  # below it scores and mask in one integer tensor leave the scores no resolution
 CLIPPED = 0.7  # share of an operator's error that cutting off makes where it explains the error
 JOINT = 4.0  # times: the peak of a joint tensor over that of one of its parts, which shares its scale
 WIDE_RANGE = 8.0  # times: a calibrated range over the values of this step, which are left that much fewer integers
@@ -21,8 +21,16 @@ MOVED = 0.1  # share of an error that is left when both sides are sorted, where 
 _KEEPS = ("Add", "Mul", "Reshape", "Transpose", "exDataConvert", "Split", "Concat", "exSoftmax13", "exSoftmaxMask")
 # Tensors of the residual stream, which a rotation of it spreads out.
 _RESIDUAL = ("Add", "exNorm", "Input", "exDataConvert", "Reshape")
-_OUTLIERS = "quant `w8a8_outliers` or `w16a16i_outliers`: what is beyond int8 in float16"
-_RANGE = "a strategy of the form `recipe` or `plain`, whose norms are fused; then weights `scaled`"
+_OUTLIERS = Remedy(
+    "quant `w8a8_outliers` or `w16a16i_outliers`: what integers cannot hold in float16",
+    quants=("w8a8_outliers", "w16a16i_outliers"),
+)
+_RANGE = Remedy(
+    "a strategy of the form `recipe` or `plain`, whose norms are fused; then weights `scaled`", weights=("scaled",)
+)
+_MASK = Remedy("a quant with a mask of -100")
+_QKV = Remedy("weights `int8` or `int8_fold` (qkv: q, k, v of one size)", weights=("int8", "int8_fold"))
+_ROTATE = Remedy("weights `rotated` or `int8` (rotate)", weights=("rotated", "int8"))
 Row = Mapping[str, Any]
 
 
@@ -35,6 +43,7 @@ class Off:
     masks: Sequence[str] = ()  # the graph's mask inputs
     mask: float | None = None  # additive mask value
     dtype: str = ""  # what the artifact was built to compute in: `fp16`, `w8a8`, ...
+    headroom: float = 1.0  # that its integer ranges were made wider than calibrated
 
     @property
     def inputs(self) -> list[Row]:
@@ -52,7 +61,7 @@ class Kind:
     kind: str  # the rule's name
     text: str
     tensor: str  # that shows it
-    remedy: str = ""  # what to try first
+    remedy: Remedy
 
 
 def first(rows: Sequence[Row], limit: float) -> Row | None:
@@ -84,21 +93,21 @@ def layout(off: Off) -> Kind | None:
     right = all((x.get("accumulated_l2") or 0.0) < 0.1 for x in off.inputs)
     if right and got is not None and moved is not None and off.error > 0.3 and moved < MOVED * got:
         text = "its values are right and in other places"
-        return Kind("layout", text, off.row["tensor"], "a strategy with rank 3, which cannot be read as NCHW or NHWC")
+        return Kind("layout", text, off.row["tensor"], causes.RANK_3)
     return None
 
 
 def mask(off: Off) -> Kind | None:
     """Scores and mask are one tensor of integers: its step is the mask's own, or its size over the integers."""
     bits = BITS.get(off.row.get("dtype") or "")
-    if bits is None or off.mask is None or off.mask >= WIDE_MASK:
+    if bits is None or off.mask is None or off.mask >= causes.WIDE_MASK:
         return None
     found = [row for row in _above(off, 4) for name in off.masks if row["tensor"].startswith(name)]
     if not found:
         return None
     step = found[0].get("scale") or -off.mask / (2**bits - 1)
     text = f"scores and a mask of {off.mask:g} are one {off.row['dtype']} tensor, in steps of {step:.2g}"
-    return Kind("mask", text, off.row["tensor"], "a quant with a mask of -100")
+    return Kind("mask", text, off.row["tensor"], _MASK)
 
 
 def coverage(off: Off) -> Kind | None:
@@ -119,7 +128,7 @@ def wide_range(off: Off) -> Kind | None:
     for row in (*off.inputs, off.row):
         low, high, own = row.get("low"), row.get("high"), _peak(row)
         if row.get("dtype") in BITS and low is not None and high is not None and own:
-            times = max(abs(low), abs(high)) / own
+            times = max(abs(low), abs(high)) / own / off.headroom
             if times > WIDE_RANGE:
                 text = f"the calibrated range of {row['tensor']} is {times:.3g} times its values here"
                 return Kind("wide range", f"{text}: wider than this step's values need", row["tensor"], _OUTLIERS)
@@ -135,7 +144,7 @@ def joint_scale(off: Off) -> Kind | None:
     if whole.get("scale") != off.row["scale"] or not part or all_of_it < JOINT * part:
         return None
     text = f"it shares one scale with values {all_of_it / part:.3g} times as large in {whole['tensor']}"
-    return Kind("joint scale", text, off.row["tensor"], "weights `int8` (qkv: q, k, v of one size)")
+    return Kind("joint scale", text, off.row["tensor"], _QKV)
 
 
 def outlier_channel(off: Off) -> Kind | None:
@@ -145,7 +154,7 @@ def outlier_channel(off: Off) -> Kind | None:
         return None
     row = max(rows, key=lambda r: r["channels"])
     text = f"a channel of {row['tensor']} peaks at {row['channels']:.3g} times the median channel"
-    remedy = "weights `rotated` or `int8` (rotate)" if row["operator"] in _RESIDUAL else _OUTLIERS
+    remedy = _ROTATE if row["operator"] in _RESIDUAL else _OUTLIERS
     return Kind("outlier channel", text, row["tensor"], remedy)
 
 

@@ -45,6 +45,6 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list) and any(x is not None for x in value):
         return " to ".join("" if x is None else f"{x:.4g}" for x in value)
-    return "" if value is None else str(value)
+    return "" if value is None or isinstance(value, list) else str(value)

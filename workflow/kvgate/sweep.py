@@ -3,18 +3,15 @@
 Stands before every run, so nothing heavy is imported here.
 """
 
-import ast
 import itertools
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgate import programs, quants
+from kvgate import preparations, programs, quants
 from kvgate.compiler import platforms
 from kvgate.config import ConfigError
 
@@ -96,17 +93,6 @@ def modules(folder: str) -> list[str]:
     return sorted(p.stem for p in (_PACKAGE / folder).glob("*.py") if p.stem != "__init__")
 
 
-@cache
-def constants(folder: str, name: str) -> dict[str, Any]:
-    """The constants in capitals of a module of the package, read without importing it."""
-    found = {}
-    for node in ast.parse((_PACKAGE / folder / f"{name}.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
-            with suppress(ValueError):  # not a literal
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-    return found
-
-
 def _product(block: dict[str, Any], config: dict[str, Any]) -> Iterator[Row]:
     columns = (block[name] for name in ("models", "weights", "strategies", "platforms", "quants"))
     for model, weights, strategy, platform, quant in itertools.product(*columns):
@@ -135,8 +121,7 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
     for name, entry in config["weights"].items():
         for n, step in enumerate(entry["steps"]):
             _known(f"weights.{name}.steps[{n}].name", step["name"], modules("weights"))
-            if constants("weights", step["name"]).get("STATISTICS") and not entry["calibrate"]:
-                raise ConfigError(f"weights.{name}: {step['name']} reads the calibration texts, lacks calibrate: true")
+        preparations.check(name, entry)
     for name, entry in config["strategies"].items():
         _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
     for name, entry in config["quants"].items():
@@ -230,28 +215,14 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
 
 
 def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
-    """Whether the preparations know the model's family and make sense for the quant."""
-    quant = config["quants"].get(row.quant, {})
-    dtype, settings = platforms.dtype(quant), quant.get("config", {})
-    family = hub_config(config["models"][row.model], base).get("model_type")
-    if config["weights"][row.weights]["calibrate"] and not config["calibration"]["texts"]:
+    entry, strategy = config["weights"][row.weights], config["strategies"][row.strategy]
+    if entry["calibrate"] and not config["calibration"]["texts"]:
         raise ConfigError(f"{where}: weights {row.weights} calibrate, calibration.texts: got [], allowed: at least one")
-    for step in config["weights"][row.weights]["steps"]:
-        name, facts = f"weights {row.weights}: {step['name']}", constants("weights", step["name"])
-        if family and family not in facts.get("FAMILIES", (family,)):
-            raise ConfigError(f"{where}: {name} got a {family}, known: {', '.join(facts['FAMILIES'])}")
-        if row.platform == HOST_PLATFORM:
-            continue
-        if dtype not in facts.get("DTYPES", (dtype,)):
-            raise ConfigError(f"{where}: {name} is for {', '.join(facts['DTYPES'])}, quant {row.quant} is {dtype}")
-        missing = set(facts.get("DISABLE", ())) - set(settings.get("disable_rules", ()))
-        if missing:
-            raise ConfigError(f"{where}: {name} needs config.disable_rules {sorted(missing)} in quant {row.quant}")
-        missing = set(facts.get("HYBRID", ())) - set(quant["hybrid"])
-        if missing:
-            raise ConfigError(f"{where}: {name} needs hybrid {sorted(missing)} in quant {row.quant}")
-        group = settings.get("quantized_method", "channel").removeprefix("group")
-        group = int(group) if group.isdigit() else 0
-        if "DTYPES" in facts and step["options"].get("group", 0) != group:
-            got = step["options"].get("group", 0)
-            raise ConfigError(f"{where}: {name} got group {got}, quant {row.quant} has {group} (0: a whole channel)")
+    if entry["steps"] and strategy["form"] == "exporter":
+        raise ConfigError(
+            f"{where}: strategy {row.strategy} exports the checkpoint as it is, "
+            f"got weights {row.weights}, allowed: weights without steps"
+        )
+    family = hub_config(config["models"][row.model], base).get("model_type")
+    quant = None if row.platform == HOST_PLATFORM else (row.quant, config["quants"][row.quant])
+    preparations.check_fit(where, row.weights, entry, family, quant)

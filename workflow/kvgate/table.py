@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvgate import record
+from kvgate import columns, record
 from kvgate.columns import COLUMNS, ROW, UNITS
 from kvgate.job import record_path
 
@@ -70,14 +70,14 @@ def compact(verdicts: Sequence[Verdict]) -> str:
     """The rows as aligned text; columns in which all rows are equal and that only name the row stand above it."""
     shared = ("model", "weights", "platform", "backend")
     lead = [name for name in shared if len({v["row"][name] for v in verdicts}) > 1]
-    columns = [*_COMPACT, *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts))]
-    rows = [[*lead, *(title for _, title in columns)]]
-    names = [name for name, _ in columns]
+    titled = [*_COMPACT, *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts))]
+    rows = [[*lead, *(title for _, title in titled)]]
+    names = [name for name, _ in titled]
     rows += [[*(v["row"][n] for n in lead), *cells(v, names, people=True)] for v in verdicts]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     same = [verdicts[0]["row"][n] for n in shared if n not in lead]
-    return "\n".join([" ".join(same), *lines, "* predicted by the compiler, a token"] if same else lines)
+    return "\n".join([*([" ".join(same)] if same else []), *lines, "* predicted by the compiler, a token"])
 
 
 def summary(results: Path, sweep: str, verdicts: Sequence[Verdict], planned: int) -> str:
@@ -88,35 +88,40 @@ def summary(results: Path, sweep: str, verdicts: Sequence[Verdict], planned: int
         lines[0] += f", {planned - len(verdicts)} not there yet"
     red = next((v for v in verdicts if v["verdict"] in ("fail", "blocked")), None)
     if red:
-        lines.append(f"first red row: {red['row']['strategy']} {red['row']['quant']}: {red['reason']}")
+        lines.append(f"first red row: {columns.name(red['row'])}: {red['reason']}")
         lines.append(f"  see {path(results, red['row'])}")
-    best = best_row(verdicts)
-    if best:
-        lines.append(f"ship ({best['verdict']}): {results / 'bundles' / sweep / row_name(best['row'])}")
-    else:
-        lines.append("nothing to ship: no row with an artifact passes" + _closest(verdicts))
-    return "\n".join([*lines, *_behaving(verdicts)])
-
-
-def _behaving(verdicts: Sequence[Verdict]) -> list[str]:
-    """Per model and platform the smallest and the fastest predicted artifact that behaves, gates or not."""
-    good: dict[tuple[str, str], list[Verdict]] = {}
+    groups: dict[tuple[str, str], list[Verdict]] = {}
     for v in verdicts:
-        f = v["figures"]
-        if f.get("artifact_bytes") and (f.get("behaviour") or {}).get("behaves"):
-            good.setdefault((v["row"]["model"], v["row"]["platform"]), []).append(v)
+        groups.setdefault((v["row"]["model"], v["row"]["platform"]), []).append(v)
+    for (model, platform), group in groups.items():
+        best = best_row(group)
+        if best:
+            lines.append(f"ship ({best['verdict']}): {results / 'bundles' / sweep / row_name(best['row'])}")
+        else:
+            why = f"no row with an artifact passes{_closest(group)}"
+            lines.append(f"nothing to ship of {model} on {platform}: {why}")
+        lines += _behaving(model, platform, group)
+    return "\n".join(lines)
+
+
+def _behaving(model: str, platform: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """The smallest and the fastest predicted artifact that behaves, gates or not."""
+    rows = [v for v in verdicts if v["figures"].get("artifact_bytes") and _behaves(v)]
     lines = []
-    for (model, platform), rows in good.items():
-        for word, name in (("smallest", "artifact_bytes"), ("fastest predicted", "cycles")):
-            best = min(rows, key=lambda v: v["figures"][name] or float("inf"))
-            titles = ["perplexity_ratio", "top1_text", "artifact_bytes", "predicted_cycles"]
-            ratio, top1, size, cycles = cells(best, titles, people=True)
-            row = best["row"]
-            lines.append(
-                f"{word} of {model} on {platform} that behaves: {row['weights']} {row['strategy']} {row['quant']} "
-                f"({best['verdict']}): perplexity x {ratio}, top-1 {top1}, {size} MiB, {cycles} Mcycles"
-            )
+    for word, name in (("smallest", "artifact_bytes"), ("fastest predicted", "cycles")) if rows else ():
+        best = min(rows, key=lambda v: v["figures"][name] or float("inf"))
+        titles = ["perplexity_ratio", "top1_text", "artifact_bytes", "predicted_cycles"]
+        ratio, top1, size, cycles = cells(best, titles, people=True)
+        row = best["row"]
+        lines.append(
+            f"{word} of {model} on {platform} that behaves: {row['weights']} {row['strategy']} {row['quant']} "
+            f"({best['verdict']}): perplexity x {ratio}, top-1 {top1}, {size} MiB, {cycles} Mcycles"
+        )
     return lines
+
+
+def _behaves(verdict: Verdict) -> bool:
+    return bool((verdict["figures"].get("behaviour") or {}).get("behaves"))
 
 
 def _closest(verdicts: Sequence[Verdict]) -> str:
@@ -127,8 +132,9 @@ def _closest(verdicts: Sequence[Verdict]) -> str:
         return ""
     best = min(built, key=lambda v: (v["figures"]["logits_worst"]["value"], v["figures"]["traffic_bytes"] or 0))
     logits, tokens = cells(best, ["logits_l2_worst", "tokens_end"], people=True)
-    name = f"{best['row']['strategy']} {best['row']['quant']}"
-    return f"; closest: {name}, logits off by at most {logits}, all tokens right in {tokens} prompts"
+    return (
+        f"; closest: {columns.name(best['row'])}, logits off by at most {logits}, all tokens right in {tokens} prompts"
+    )
 
 
 def best_row(verdicts: Sequence[Verdict]) -> Verdict | None:

@@ -121,14 +121,26 @@ def choose(patterns: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[s
     """
     chosen: dict[str, str] = {}
     for pattern, dtype in patterns.items():
+        _check_operators(pattern, {t.operator for t in tensors.values()})
         fitting = [name for part in pattern.split("|") for name in _fitting(part, tensors)]
         for name in fitting:
             if chosen.setdefault(name, dtype) != dtype:
                 raise Failure(f"hybrid: got {chosen[name]} and {dtype} for {name}, allowed: patterns that agree")
-        if not fitting and ">" not in pattern:
+        if not fitting and not all(">" in part for part in pattern.split("|")):
             some = [f"{t.operator}:{n}" for n, t in tensors.items()][:4]
             raise Failure(f"hybrid: got pattern {pattern!r}, which fits none of {len(tensors)} tensors, e.g. {some}")
     return chosen
+
+
+def _check_operators(pattern: str, present: Set[str]) -> None:
+    """Raises Failure on an operator that there is nowhere; one that only this graph has not is no mistake."""
+    import onnx
+
+    for part in pattern.split("|"):
+        operator, _, name = part.rpartition(":")
+        known = not operator or re.search(r"[*?[]", operator) or operator in present or onnx.defs.has(operator)
+        if name.startswith(">") and not (known or operator.startswith("ex")):  # the toolkit's own
+            raise Failure(f"hybrid: got operator {operator!r} in {pattern!r}, known in this graph: {sorted(present)}")
 
 
 def _fitting(pattern: str, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -77,6 +77,7 @@ class Snapshot:
     folder: Path  # the child's
     graph: str  # the ONNX file that was analysed
     hybrid: Mapping[str, str] = field(default_factory=dict)  # the build record's: {tensor: dtype}
+    headroom: float = 1.0  # by which the build changed the ends of the ranges in the list
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -108,10 +109,12 @@ class Snapshot:
         # the toolkit. Its log, and so the build's record, has all of those in float16 and none in int16.
         chosen = (read["custom_quantize_layers"] or {}) | dict(self.hybrid)
         found = {}
+        # The scales in the list are still the calibration's: the second step makes its own from the ends.
         for name, entry in read["quantize_parameters"].items():
             # An output that became float16 has no conversion left: `key.0.out_int8` is then `key.0.out` itself.
             dtype = chosen.get(name) or chosen.get(_outside(name))
-            found[name] = _range(entry | {"dtype": dtype, "scale": [], "zero_point": []} if dtype else entry)
+            span = _range(entry | {"dtype": dtype, "scale": [], "zero_point": []} if dtype else entry)
+            found[name] = span | {"scale": span["scale"] * self.headroom} if span.get("scale") else span
         return {name: span for name, span in found.items() if span}
 
     @cached_property

@@ -36,7 +36,9 @@ class Work:
         self._statistics: Statistics | None = None
 
     def heads(self, step: Any, options: Options) -> None:
+        """Raises ValueError after a preparation of matrices, whose results would not follow into the other basis."""
         self._needs_recipe()
+        self._before_matrices()
         statistics = self._measured(step)
         for layer in self.spec.layers:
             module = self.model.get_submodule(layer.module)
@@ -78,8 +80,7 @@ class Work:
 
         Raises ValueError after a preparation of single matrices: the model that would be measured has none of it.
         """
-        if self.state:
-            raise ValueError("got a step on matrices before it, allowed: none")
+        self._before_matrices()
         self._replace(step, lambda weights, grams: step.matrices(weights, grams, self._loss, **options))
         self.chosen = step.steps(list(self.sums), list(self.kept), options)
 
@@ -143,6 +144,10 @@ class Work:
         turn = torch.eye(size, dtype=torch.float64) if turn is None else turn
         factor = torch.ones(layer.kv_heads, dtype=torch.float64) if factor is None else factor.double()
         return factor[:, None, None] * turn
+
+    def _before_matrices(self) -> None:
+        if self.state:
+            raise ValueError("got a step on matrices before it, allowed: none")
 
     def _needs_recipe(self) -> None:
         if self.spec.form != "recipe":

@@ -48,7 +48,9 @@ def run(job: Job) -> dict[str, Any]:
     try:
         facts = _analyse(job, source, feeds, work)
         built = job.read("build")
-        snapshot = Snapshot(work, str(source.folder / "model.onnx"), built.get("hybrid", {}))
+        snapshot = Snapshot(
+            work, str(source.folder / "model.onnx"), built.get("hybrid", {}), source.quant.get("headroom", 1.0)
+        )
         operators = snapshot.operators(built.get("cpu_names", []), _owners(source), _layers(source.contract))
         scaled = any(row["scale"] for row in operators)
         return {
@@ -132,7 +134,7 @@ def _compared(
         logits = metrics.l2(metrics.centred(step.logits[None]), metrics.centred(trace.logits[position][None]))
     pairs = [(k, trace.keys[i][position]) for i, k in enumerate(step.keys)]
     pairs += [(v, trace.values[i][position]) for i, v in enumerate(step.values)]
-    worst = max((metrics.l2(got, want) for got, want in pairs), default=None)
+    worst = float(np.max([metrics.l2(got, want) for got, want in pairs])) if pairs else None  # NaN stays
     return {
         "logits_l2": logits if logits is None else finite(logits),
         "kv_l2": worst if worst is None else finite(worst),

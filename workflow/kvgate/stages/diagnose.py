@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kvgate import columns, hosts, kinds, record
 from kvgate import contract as c
-from kvgate import hosts, kinds, record
 from kvgate.columns import percent
 from kvgate.compiler import platforms
 from kvgate.contract import Contract
@@ -144,7 +144,8 @@ def _operators(job: Job) -> dict[str, Any]:
     first = kinds.first(rows, limit)
     masks = [t.name for t in contract.inputs if t.role == c.MASK]
     by_tensor = {row["tensor"]: row for row in rows}
-    off = kinds.Off(first, by_tensor, masks, identity["mask_value"], dtype) if first else None
+    about = (masks, identity["mask_value"], dtype, identity["quant"].get("headroom", 1.0))
+    off = kinds.Off(first, by_tensor, *about) if first else None
     kind = kinds.explain(off) if off else None
 
     work = list(kinds.work(rows))
@@ -157,7 +158,7 @@ def _operators(job: Job) -> dict[str, Any]:
     return body | {
         "first_operator": first,
         "first_inputs": off.inputs if off else [],
-        "kind": asdict(kind) if kind else None,
+        "kind": asdict(kind) | {"remedy": kind.remedy.beyond(job.wildcards)} if kind else None,
         "operators": [work[n] for n in worst],
     }
 
@@ -194,9 +195,7 @@ def _picture(arrays: dict[str, dict[str, Array]]) -> bytes | None:
 
 
 def _sentence(body: dict[str, Any]) -> str:
-    row = body["row"]
-    name = f"{row['model']} {row['weights']} {row['strategy']} {row['quant']} ({row['backend']})"
-    text = f"{name}: {body['verdict']}: {body['reason']}"
+    text = f"{columns.name(body['row'])}: {body['verdict']}: {body['reason']}"
     first = body.get("first_layer")
     if first:
         text += f". First layer off by itself: {first['layer']} {first['tensor']}, median {percent(first['median'])}"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvgate import behaviour, boards, causes, columns, figures, gates, record
+from kvgate.compiler import platforms
 from kvgate.contract import Contract
 from kvgate.job import Job
 
@@ -82,7 +83,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "verdict": verdict,
         "reason": reason,
         "cause": cause,
-        "remedy": "" if known else causes.remedy(evidence),
+        "remedy": "" if known else causes.remedy(evidence).beyond(job.wildcards),
         "first": place or None,
         "gates": [g.to_json() for g in found],
         "coverage": outside,
@@ -145,8 +146,7 @@ def _as_built(job: Job, evidence: causes.Evidence) -> causes.Evidence:
     if "build" not in job.inputs:
         return evidence
     identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
-    dtype = identity["quant"].get("config", {}).get("quantized_dtype", "fp16")
-    return replace(evidence, dtype=dtype, mask=identity["mask_value"])
+    return replace(evidence, dtype=platforms.dtype(identity["quant"]), mask=identity["mask_value"])
 
 
 def _checked(check: dict[str, Any]) -> float | None:

@@ -1,16 +1,15 @@
 """Prepare: a checkpoint becomes weights.bin, every tensor in the orientation that the graph uses, and its facts."""
 
 import importlib
-import inspect
 import pkgutil
 import sys
 from typing import Any
 
 from kvgate import record, weights
 from kvgate.job import Job
+from kvgate.preparations import HOOKS
 
 FORMS = ("recipe", "plain")
-_HOOKS = ("checkpoint", "heads", "turn", "linear", "matrices")
 
 
 def preparation(name: str) -> Any:
@@ -41,7 +40,6 @@ def run(job: Job) -> dict[str, Any]:
     with torch.no_grad():
         model = load.model(job.inputs["fetch"].parent)
         for name, step, options in steps:
-            _check_options(name, step, options)
             families = getattr(step, "FAMILIES", None)
             if families and model.config.model_type not in families:
                 _refuse(f"preparation {name}: got a {model.config.model_type}, known: {', '.join(families)}")
@@ -99,18 +97,6 @@ def _choice(job: Job, chosen: list[dict[str, Any]]) -> str:
     ) + yaml.safe_dump({"weights": {name: {"steps": steps, "calibrate": True}}}, sort_keys=False)
 
 
-def _check_options(name: str, step: Any, options: dict[str, Any]) -> None:
-    known = {"only", "skip"} if hasattr(step, "linear") else set()
-    for hook in (getattr(step, x) for x in _HOOKS if hasattr(step, x)):
-        known |= {
-            x.name
-            for x in inspect.signature(hook).parameters.values()
-            if x.kind is x.KEYWORD_ONLY or x.default is not x.empty
-        }
-    for option in options.keys() - known:
-        _refuse(f"preparation {name}: got the unknown option {option}, known: {', '.join(sorted(known)) or 'none'}")
-
-
 def _changed(job: Job, prepared: Any, steps: list[Any]) -> Any:
     """The prepared model after all steps (preparation.Work)."""
     from kvgate.export import preparation
@@ -119,7 +105,7 @@ def _changed(job: Job, prepared: Any, steps: list[Any]) -> Any:
     work = preparation.Work(prepared, texts)
     try:
         for name, step, options in steps:
-            for hook in _HOOKS[1:]:
+            for hook in HOOKS[1:]:
                 if hasattr(step, hook):
                     print(f"preparation {name}: {hook}", file=sys.stderr)
                     getattr(work, hook)(step, options)

@@ -113,10 +113,13 @@ def test_a_graph_of_moved_weights_is_held_to_what_they_give(tmp_path, family):
     assert check.run(job)["programs"]["p"]["logits_l2"] > 1e-4  # not the checkpoint's any more
     with np.load(graph.with_name("moved.npz")) as file:
         arrays = dict(file)
-    graph.with_name("moved.npz").unlink()  # a link to the prepared one
-    np.savez(graph.with_name("moved.npz"), tokens=arrays["tokens"], logits=arrays["logits"][::-1])
-    with pytest.raises(record.Blocked, match="the graph differs from the model: moved weights: logits_l2 "):
-        check.run(job)
+    broken = arrays["logits"].copy()
+    broken[3] = np.nan
+    for logits in (arrays["logits"][::-1], broken):
+        graph.with_name("moved.npz").unlink()  # at first a link to the prepared one
+        np.savez(graph.with_name("moved.npz"), tokens=arrays["tokens"], logits=logits)
+        with pytest.raises(record.Blocked, match="the graph differs from the model: moved weights: logits_l2 "):
+            check.run(job)
 
 
 def test_the_cache_really_is_in_another_basis(tmp_path):
@@ -150,13 +153,15 @@ def test_a_scale_that_is_no_power_of_two_is_blocked(tmp_path):
         Prepared(tmp_path, "llama", "scale", by=0.03)
 
 
-def test_an_option_that_it_has_not_is_blocked(tmp_path):
-    with pytest.raises(record.Blocked, match="preparation fold: got the unknown option by, known: none"):
-        Prepared(tmp_path, "llama", "fold", by=0.5)
-    with pytest.raises(
-        record.Blocked, match="preparation gptq: got the unknown option groups, known: group, only, skip"
-    ):
-        Prepared(tmp_path, "llama", "gptq", groups=32)
+@pytest.mark.parametrize("name", ["vrot", "qkv"])
+def test_a_basis_after_matrices_is_blocked(tmp_path, name):
+    """The matrices that were made before would not follow."""
+    with pytest.raises(record.Blocked, match=f"preparation {name}: got a step on matrices before it, allowed: none"):
+        Prepared(tmp_path, "llama", "split2", name)
+
+
+def test_a_turn_after_matrices_is_none_of_theirs(tmp_path):
+    assert Prepared(tmp_path, "llama", "split2", "krot").error() < 1e-5
 
 
 def test_patterns_choose_matrices(tmp_path):
