@@ -158,6 +158,36 @@ def arguments() -> dict[str, list[str]]:
     return {"config": ast.literal_eval(known), "build": list(inspect.signature(RKNN.build).parameters)[1:]}
 
 
+def groups() -> dict[str, float]:
+    """How far w4a16 in groups of 32 moves a matrix and a convolution that are on our grid, and how far one that is not.
+
+    Of a convolution over (1, 4) positions a group is 32 channels at all of them.
+    """
+    from kvgate.export import grid
+
+    rng, positions = np.random.default_rng(0), 4
+    weight = (rng.normal(size=(64 * positions, 48)) * np.exp(rng.normal(size=(64 * positions, 1)))).astype(np.float32)
+    moved = {}
+    for name, rows in (("matrix", 32), ("convolution", 32 * positions), ("convolution_by_rows", 32)):
+        on_grid = grid.nearest(weight, rows)
+        whole = name == "matrix"
+        shape = [1, 1, len(weight)] if whole else [1, 64, 1, positions]
+        stored = on_grid if whole else np.ascontiguousarray(on_grid.T).reshape(48, 64, 1, positions)
+        np.save("x.npy", rng.normal(size=shape).astype(np.float32))
+        Path("dataset.txt").write_text("x.npy\n")
+        out = [1, 1, 48] if whole else [1, 48, 1, 1]
+        nodes: list[tuple] = [("MatMul" if whole else "Conv", ["x", "w"], "y", {})]
+        graph = save(nodes, {"x": (FLOAT, shape)}, {"y": (FLOAT, out)}, {"w": stored})
+        toolkit = built(graph, quantize="w4a16", quantized_method="group32")
+        toolkit.init_runtime()
+        engine = Engine(toolkit, contract({"x": tuple(shape)}, {"y": tuple(out)}))
+        rows_seen = [
+            engine.step({"x": one.reshape(shape)})["y"].ravel() for one in np.eye(len(weight), dtype=np.float32)
+        ]
+        moved[name] = error(np.array(rows_seen), on_grid)
+    return moved
+
+
 def platform(pair: str) -> str:
     """Whether a platform builds a dtype: `ok`, or the refusal's last line."""
     chip, dtype = pair.split(":")

@@ -16,6 +16,9 @@ DTYPES = ("fp16", "w8a8", "w8a16", "w4a16", "w16a16i_dfp")
 ABORTS = ("rk2118:w8a8", "rk2118:w16a16i_dfp", "rv1103b:w16a16i_dfp", "rv1106b:w16a16i_dfp")
 
 
+CASES = ("cube", "counters", "norms", "sessions", "arguments", "groups")
+
+
 def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
     environment = toolkit.environment(folder)
     here = Path(__file__).parent
@@ -28,7 +31,7 @@ def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, found = probe(tmp_path_factory.mktemp("probes"), "cube", "counters", "norms", "sessions", "arguments")
+    code, found = probe(tmp_path_factory.mktemp("probes"), *CASES)
     assert code == 0
     return found
 
@@ -56,6 +59,13 @@ def test_a_norm_of_products_is_all_zeros(probes: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_kept_weights_change_no_bit(probes: dict[str, Any]) -> None:
     assert probes["sessions"] == {"equal": True, "different": 4, "kept": 2}  # one copy a weight, not one a step
+
+
+@pytest.mark.slow
+def test_what_is_on_the_grid_of_groups_stays(probes: dict[str, Any]) -> None:
+    found = probes["groups"]
+    assert found["matrix"] < 1e-3 and found["convolution"] < 1e-3  # float16 scales
+    assert found["convolution_by_rows"] > 0.05
 
 
 @pytest.mark.slow

@@ -22,9 +22,10 @@ def collected(folder, model, tokens) -> statistics.Statistics:
         return work._measured(Step)
 
 
-def test_a_trace_is_read_to_its_end(tmp_path):
+@pytest.mark.parametrize("family", ["llama", "llama_g8"])  # g8: one KV head, its output projection a convolution
+def test_a_trace_is_read_to_its_end(tmp_path, family):
     """40 tokens, as the drawn texts of 512 beside a capacity of 128: no capacity stands here yet."""
-    made = graphs.Model.of(tmp_path, "llama")
+    made = graphs.Model.of(tmp_path, family)
     tokens = made.text(LONG).tokens
     short, long = (collected(tmp_path, load.model(made.checkpoint), x) for x in (tokens[:SHORT], tokens))
     assert set(short.gram) == set(long.gram) and len(long.gram) == 11
@@ -51,9 +52,10 @@ def test_the_loss_of_a_change_is_its_divergence(tmp_path, family):
         work.prepared.embedding[x] + (0 if work.prepared.positions is None else work.prepared.positions[:16])
         for x in ids
     ]
-    tensors = {n: t for n, t in work.model.named_parameters() if t.dim() == 2 and work._is_product(n)}
-    changes = {n: 0.03 * t.detach().std() * torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
-    names = [n for n in changes if n.endswith(("qkv", "down_proj.weight", "c_proj.weight", "lm_head.weight"))]
+    tensors = {n: t for n, t in work.model.named_parameters() if work._is_product(n, t)}
+    matrices = {n: statistics.matrix(t.detach()) for n, t in tensors.items()}
+    changes = {n: 0.03 * t.std() * torch.randn(t.shape, generator=generator) for n, t in matrices.items()}
+    names = [n for n in changes if n.endswith(("qkv", "attn.out", "down_proj.weight", "c_proj.weight", "head.weight"))]
     lost = statistics.loss(
         work.model, work.spec, work._stepped(), texts, {n: changes[n] for n in names} | {"none": changes[names[0]]}
     )
@@ -61,8 +63,8 @@ def test_the_loss_of_a_change_is_its_divergence(tmp_path, family):
     with torch.no_grad():
         want = divergence(work.model, work.spec, work._stepped(), texts)
         for name in names:
-            tensors[name] += changes[name]
+            matrices[name] += changes[name]  # a view of the tensor
             got = divergence(work.model, work.spec, work._stepped(), texts)
-            tensors[name] -= changes[name]
+            matrices[name] -= changes[name]
             measured = float(sum((w.exp() * (w - g)).sum() for w, g in zip(want, got, strict=True)) / ids.numel())
             assert 0.5 < lost[name] / measured < 2, (name, lost[name], measured)

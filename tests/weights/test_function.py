@@ -9,6 +9,7 @@ import graphs
 import numpy as np
 import pytest
 from kvgate import metrics, record, sweep
+from kvgate.export import grid
 from kvgate.job import Job
 from kvgate.observe import observe
 from kvgate.stages import check, export, prepare
@@ -61,6 +62,10 @@ class Prepared:
         made = Job(stage, names, config, inputs, self.root)
         made.folder.mkdir(parents=True, exist_ok=True)
         return made
+
+    def tensor(self, name: str) -> np.ndarray:
+        entry = self.body["tensors"][name]
+        return np.fromfile(self.folder / "weights.bin", np.float32, np.prod(entry["shape"]), offset=entry["offset"])
 
     def error(self) -> float:
         """The worst L2 of logits and every K and V, isolated (filled from the trace) and with the own cache."""
@@ -162,6 +167,19 @@ def test_a_basis_after_matrices_is_blocked(tmp_path, name):
 
 def test_a_turn_after_matrices_is_none_of_theirs(tmp_path):
     assert Prepared(tmp_path, "llama", "split2", "krot").error() < 1e-5
+
+
+def test_an_output_projection_that_is_a_convolution_is_a_matrix_too(tmp_path):
+    """Of one KV head. A group of input channels is there at all of its positions."""
+    for step, family in (("split2", "gemma3_text"), ("gptq", "llama_g8")):
+        made = Prepared(tmp_path / step, family, step, group=16)
+        name = "model.layers.1.self_attn.out"
+        width, channels, _, positions = made.body["tensors"][name]["shape"]
+        assert (channels, positions) == (16, {"gemma3_text": 4, "llama_g8": 8}[family])
+        first = made.tensor(name).reshape(width, -1).T
+        assert np.abs(first - grid.nearest(first, 16 * positions)).max() < 1e-6
+        assert np.abs(first - grid.nearest(first, 16)).max() > 1e-3
+        assert (name in made.body["sums"]) is (step == "split2")
 
 
 def test_patterns_choose_matrices(tmp_path):

@@ -89,7 +89,7 @@ class Tensor:
 def _products(graph: Any) -> dict[str, str]:
     """Of the exported graph: the operators that multiply by a matrix of the weights, and its name."""
     weights = {x.name for x in graph.initializer}
-    products = [x for x in graph.node if x.op_type == "MatMul" and x.input[1] in weights]
+    products = [x for x in graph.node if x.op_type in ("MatMul", "Conv") and x.input[1] in weights]
     return {x.name: x.input[1].removeprefix("model.") for x in products}
 
 

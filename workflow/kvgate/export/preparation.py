@@ -15,6 +15,7 @@ from kvgate.export.seams import Step
 from kvgate.export.statistics import Statistics
 
 Options = Mapping[str, Any]
+Matrices = dict[str, np.ndarray]  # [in, out] by name
 _MOVED_TOKENS = 12
 _LOSS_TOKENS = 128  # of each text: a gradient keeps every product's rows, and the head's are long
 
@@ -39,11 +40,11 @@ class Work:
         """Raises ValueError after a preparation of matrices, whose results would not follow into the other basis."""
         self._needs_recipe()
         self._before_matrices()
-        statistics = self._measured(step)
+        measured = self._measured(step)
         for layer in self.spec.layers:
             module = self.model.get_submodule(layer.module)
             tensors = {n: t.data for n in recipe.TENSORS if (t := getattr(module, n)) is not None}
-            change = step.heads(layer, tensors, statistics and statistics.peak.get(f"{layer.module}.qkv"), **options)
+            change = step.heads(layer, tensors, measured and measured.peak.get(f"{layer.module}.qkv"), **options)
             heads.apply(layer, tensors, change)
             for name, tensor in tensors.items():
                 getattr(module, name).data = tensor
@@ -61,14 +62,16 @@ class Work:
             self.turned[n] = self.turned[n] @ made if n in self.turned else made
 
     def linear(self, step: Any, options: Options) -> None:
-        """One matrix at a time; the options `only` and `skip`, patterns of names, are taken here."""
+        """One matrix at a time. The options `only` and `skip`, patterns of names, are taken here; `group`, a number of
+        input channels, is given as rows of the matrix."""
 
-        def one(weights: dict[str, np.ndarray], grams: dict[str, np.ndarray]) -> dict[str, tuple[np.ndarray, ...]]:
+        def one(weights: Matrices, grams: Matrices) -> dict[str, tuple[np.ndarray, ...]]:
             rest = {k: v for k, v in options.items() if k not in ("only", "skip")}
             found = {}
             for name in _chosen(list(weights), options.get("only", ["*"]), options.get("skip", [])):
+                rows = {"group": rest["group"] * self._kernel(name)} if "group" in rest else {}
                 try:
-                    found[name] = step.linear(name, weights[name], grams.get(name), **rest)
+                    found[name] = step.linear(name, weights[name], grams.get(name), **rest | rows)
                 except ValueError as why:
                     raise ValueError(f"{name}: {why}") from None
             return found
@@ -81,7 +84,12 @@ class Work:
         Raises ValueError after a preparation of single matrices: the model that would be measured has none of it.
         """
         self._before_matrices()
-        self._replace(step, lambda weights, grams: step.matrices(weights, grams, self._loss, **options))
+
+        def all_of_them(weights: Matrices, grams: Matrices) -> dict[str, tuple[np.ndarray, ...]]:
+            kernels = {name: self._kernel(name) for name in weights}
+            return step.matrices(weights, grams, self._loss, kernels, **options)
+
+        self._replace(step, all_of_them)
         self.chosen = step.steps(list(self.sums), list(self.kept), options)
 
     def _loss(self, changes: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -90,17 +98,17 @@ class Work:
         return statistics.loss(self.model, self.spec, self._stepped(), texts, made)
 
     def _replace(self, step: Any, change: Any) -> None:
-        statistics = self._measured(step)
+        measured = self._measured(step)
         self.state = self.tensors()
         done = {*self.sums, *self.kept}
-        weights = {n: w for n, w in self.state.items() if w.ndim == 2 and n not in done and self._is_product(n)}
-        grams = {name: gram.numpy() for name, gram in statistics.gram.items()} if statistics else {}
+        weights = {n: statistics.matrix(w) for n, w in self.state.items() if n not in done and self._is_product(n, w)}
+        grams = {name: gram.numpy() for name, gram in measured.gram.items()} if measured else {}
         for name, terms in change(weights, grams).items():
             if terms[0] is weights[name]:
                 self.kept.append(name)
-            self.state[name] = terms[0]
-            for n, term in enumerate(terms[1:], start=1):
-                self.state[f"{name}.{n}"] = term
+            shape = self.state[name].shape
+            for n, term in enumerate(terms):
+                self.state[f"{name}.{n}" if n else name] = statistics.tensor(term, shape)
             if len(terms) > 1:
                 self.sums[name] = len(terms)
 
@@ -153,14 +161,15 @@ class Work:
         if self.spec.form != "recipe":
             raise ValueError(f"needs the recipe, got the plain form: {self.spec.reason}")
 
-    def _is_product(self, name: str) -> bool:
-        """Whether the graph multiplies by it; a norm's weight of two axes is none.
+    def _is_product(self, name: str, tensor: np.ndarray) -> bool:
+        """Whether the graph multiplies by it, as a convolution too; a norm's weight of two axes is none."""
+        if tensor.ndim not in (2, 4) or name.rpartition(".")[2] not in ("qkv", "out", "weight"):
+            return False
+        return not any(name.startswith(f"{norm.module}.") for norm in self.spec.norms)
 
-        The output projection of a model with one KV head is a convolution there, of four axes: it stays as it is.
-        """
-        return name.rpartition(".")[2] in ("qkv", "out", "weight") and not any(
-            name.startswith(f"{norm.module}.") for norm in self.spec.norms
-        )
+    def _kernel(self, name: str) -> int:
+        """Rows of the matrix that are one input channel: a convolution's positions. The toolkit groups channels."""
+        return self.state[name].shape[3] if self.state[name].ndim == 4 else 1
 
     def _measured(self, step: Any) -> Statistics | None:
         if not getattr(step, "STATISTICS", False):

@@ -85,9 +85,9 @@ def _initializer(model: onnx.ModelProto, name: str, entry: Mapping[str, Any], lo
 
 
 def _add_terms(model: onnx.ModelProto, name: str, terms: list[str], index: Mapping[str, Any], location: str) -> None:
-    """x W becomes x W + x W1 + ..; raises ValueError where the graph has no such product."""
+    """x W becomes x W + x W1 + ..; raises ValueError where the graph has no such product. A convolution is one."""
     nodes = list(model.graph.node)
-    at = next((i for i, n in enumerate(nodes) if n.op_type == "MatMul" and list(n.input)[1:] == [name]), None)
+    at = next((i for i, n in enumerate(nodes) if n.op_type in ("MatMul", "Conv") and n.input[1] == name), None)
     if at is None:
         raise ValueError(f"graph: got no product with {name!r}, which is a sum of {len(terms) + 1}")
     product = nodes[at]
@@ -96,7 +96,9 @@ def _add_terms(model: onnx.ModelProto, name: str, terms: list[str], index: Mappi
     for n, term in enumerate(terms, start=1):
         _initializer(model, f"model.{term}", index[term], location)
         one, new = f"{output}.{n}", output if n == len(terms) else f"{output}.0+{n}"
-        added.append(onnx.helper.make_node("MatMul", [product.input[0], f"model.{term}"], [one], name=one))
+        again = onnx.helper.make_node(product.op_type, [product.input[0], f"model.{term}"], [one], name=one)
+        again.attribute.extend(product.attribute)
+        added.append(again)
         added.append(onnx.helper.make_node("Add", [total, one], [new], name=f"{product.name}.sum{n}"))
         total = new
     del model.graph.node[:]

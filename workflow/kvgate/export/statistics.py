@@ -1,8 +1,9 @@
 """What the final matrices read on calibration texts, measured on the operated model itself: no module is named."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -10,6 +11,18 @@ from torch.overrides import TorchFunctionMode
 from kvgate.export import equality, surgery, whole
 from kvgate.export.seams import Step
 from kvgate.export.spec import Spec
+
+T = TypeVar("T", np.ndarray, Tensor)
+
+
+def matrix(weight: T) -> T:
+    """[in, out] as it is; of a convolution over all of its input [out, C, 1, g] the matrix [C * g, out] that it is."""
+    return weight.reshape(len(weight), -1).T if weight.ndim == 4 else weight
+
+
+def tensor(found: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor of that shape that a matrix [in, out] is stored as."""
+    return np.ascontiguousarray(found.T).reshape(shape) if len(shape) == 4 else found
 
 
 class Statistics:
@@ -82,16 +95,17 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, note: Callable[[str, Tensor, Tensor], None]) -> None:
         super().__init__()
-        self.names = {id(t): name for name, t in surgery.state(model).items() if t.dim() == 2}
+        self.names = {id(t): name for name, t in surgery.state(model).items() if t.dim() in (2, 4)}
         self.note = note
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
-        if len(args) == 2 and function in _PRODUCTS and (name := self.names.get(id(args[1]))):
-            flat = out.reshape(-1, out.shape[-1])
-            self.note(name, args[0].reshape(-1, args[0].shape[-1]), flat)
+        if function in (*_PRODUCTS, torch.conv2d) and (name := self.names.get(id(args[1]))):
+            x, width = args[0], out.shape[1 if function is torch.conv2d else -1]
+            flat = out.reshape(-1, width)  # a convolution's input is all of its kernel: [T, C, 1, g] to [T, out, 1, 1]
+            self.note(name, x.reshape(len(flat), -1), flat)
             return flat.reshape(out.shape)  # what was noted is on the way of the gradient
         return out
 

@@ -35,12 +35,14 @@ def matrices(
     weights: Matrices,
     grams: Matrices,
     loss: Callable[[Matrices], Mapping[str, float]],
+    kernels: Mapping[str, int],
     *,
     megabytes: float | None = None,
     megacycles: float | None = None,
     group: int = 0,
 ) -> dict[str, tuple[np.ndarray, ...]]:
-    """weights: [in, out] by name; grams: [in, in] of those that were seen; loss: of changes by name, 0 where unseen.
+    """weights: [in, out] by name; grams: [in, in] of those that were seen; loss: of changes by name, 0 where unseen;
+    kernels: rows that are one input channel; group: of input channels.
 
     Raises ValueError where there is not one budget, or it is below all of them in int4.
     """
@@ -54,12 +56,13 @@ def matrices(
     least = sum(cost[0] for cost in costs.values())
     if budget < least:
         raise ValueError(f"{unit}: got {budget:g}, allowed: at least {least:.4g}, all in int4")
-    found = {name: gptq.linear(name, weight, grams.get(name), group) for name, weight in weights.items()}
+    rows = {name: group * kernels[name] for name in weights}
+    found = {name: gptq.linear(name, weight, grams.get(name), rows[name]) for name, weight in weights.items()}
     int4 = loss({name: found[name][0] - weight for name, weight in weights.items()})
-    sums = loss({name: _left(weight, group) for name, weight in weights.items()})
+    sums = loss({name: _left(weight, rows[name]) for name, weight in weights.items()})
     for name, form in choose({name: (int4[name], sums[name], 0.0) for name in weights}, costs, budget).items():
         if form == 1:
-            found[name] = split2.linear(name, weights[name], None, group)
+            found[name] = split2.linear(name, weights[name], None, rows[name])
         if form == 2:
             found[name] = keep.linear(name, weights[name], None)
     return found
