@@ -161,6 +161,46 @@ def test_where_nothing_ships_the_closest_row_is_named(root):
     assert table.summary(root, "default", table.load(root, red[1:]), 1).endswith("no row with an artifact passes")
 
 
+def made(
+    model="tiny", weights="plain", quant="fp16", verdict="fail", behaves=True, size=1, cycles=1, platform="rk3576"
+):
+    row = synthetic.ROW | {"model": model, "weights": weights, "quant": quant, "platform": platform}
+    figures = {"behaviour": {"behaves": behaves, "ratio": 1.02, "top1": 0.96}, "logits_worst": None}
+    figures |= {"artifact_bytes": size * 2**20, "cycles": cycles * 10**6, "traffic_bytes": 1, "total_ms": None}
+    return {"row": row, "verdict": verdict, "reason": "off", "figures": figures, "findings": []}
+
+
+def of_models(*verdicts):
+    """The summary's lines after the counts and the first red row."""
+    lines = table.summary(Path("results"), "s", verdicts, len(verdicts)).splitlines()
+    return [x for x in lines[1:] if "red row" not in x and not x.startswith("  see")]
+
+
+def test_the_smallest_and_the_fastest_that_behave_are_named_whatever_the_gates():
+    said = of_models(
+        made(quant="w4a16", behaves=False, size=1),
+        made(weights="split_g32", quant="w4a16", size=2, cycles=9),
+        made(weights="int8", quant="w8a8", size=3, cycles=5),
+        made(size=4, cycles=9),
+    )
+    end = "(fail): perplexity x 1.020, top-1 96.00 %"
+    assert said[1:] == [
+        f"smallest of tiny on rk3576 that behaves: split_g32 cpu_managed w4a16 {end}, 2.0 MiB, 9.0 Mcycles",
+        f"fastest predicted of tiny on rk3576 that behaves: int8 cpu_managed w8a8 {end}, 3.0 MiB, 5.0 Mcycles",
+    ]
+
+
+def test_every_model_and_platform_has_its_own_lines():
+    said = of_models(made(), made("large", verdict="pass"), made(platform="rk3588", behaves=False))
+    assert [x.partition(":")[0] for x in said] == [
+        "nothing to ship of tiny on rk3576",
+        "smallest and fastest predicted of tiny on rk3576 that behaves",
+        "ship (pass)",
+        "smallest and fastest predicted of large on rk3576 that behaves",
+        "nothing to ship of tiny on rk3588",
+    ]
+
+
 @pytest.mark.parametrize(
     ("require", "code", "lines"),
     [

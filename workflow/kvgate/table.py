@@ -105,19 +105,18 @@ def summary(results: Path, sweep: str, verdicts: Sequence[Verdict], planned: int
 
 
 def _behaving(model: str, platform: str, verdicts: Sequence[Verdict]) -> list[str]:
-    """The smallest and the fastest predicted artifact that behaves, gates or not."""
+    """The smallest and the fastest predicted artifact that behaves, gates or not; one line where they are one row."""
     rows = [v for v in verdicts if v["figures"].get("artifact_bytes") and _behaves(v)]
-    lines = []
+    words: dict[str, list[str]] = {}
     for word, name in (("smallest", "artifact_bytes"), ("fastest predicted", "cycles")) if rows else ():
         best = min(rows, key=lambda v: v["figures"][name] or float("inf"))
         titles = ["perplexity_ratio", "top1_text", "artifact_bytes", "predicted_cycles"]
         ratio, top1, size, cycles = cells(best, titles, people=True)
         row = best["row"]
-        lines.append(
-            f"{word} of {model} on {platform} that behaves: {row['weights']} {row['strategy']} {row['quant']} "
-            f"({best['verdict']}): perplexity x {ratio}, top-1 {top1}, {size} MiB, {cycles} Mcycles"
-        )
-    return lines
+        text = f"{row['weights']} {row['strategy']} {row['quant']} ({best['verdict']})"
+        text += f": perplexity x {ratio}, top-1 {top1}, {size} MiB, {cycles} Mcycles"
+        words.setdefault(text, []).append(word)
+    return [f"{' and '.join(x)} of {model} on {platform} that behaves: {text}" for text, x in words.items()]
 
 
 def _behaves(verdict: Verdict) -> bool:
@@ -132,9 +131,8 @@ def _closest(verdicts: Sequence[Verdict]) -> str:
         return ""
     best = min(built, key=lambda v: (v["figures"]["logits_worst"]["value"], v["figures"]["traffic_bytes"] or 0))
     logits, tokens = cells(best, ["logits_l2_worst", "tokens_end"], people=True)
-    return (
-        f"; closest: {columns.name(best['row'])}, logits off by at most {logits}, all tokens right in {tokens} prompts"
-    )
+    right = f", all tokens right in {tokens} prompts" if tokens else ""  # none where no prompt is answered
+    return f"; closest: {columns.name(best['row'])}, logits off by at most {logits}{right}"
 
 
 def best_row(verdicts: Sequence[Verdict]) -> Verdict | None:
