@@ -102,12 +102,13 @@ def test_what_is_foreign_is_escaped(tmp_path):
 
 def test_the_first_operator_that_is_off_by_itself(tmp_path):
     cut = operator("up") | {"isolated_l2": 0.1036, "isolated_cosine": 0.9951, "clipped_l2": 0.1, "outside": 0.02}
-    later = operator("down") | {"isolated_l2": 0.5}
+    later = operator("down") | {"isolated_l2": 0.5, "sorted_l2": 0.5}
     few = [operator(f"fine{n}") | {"isolated_l2": 0.001 * n} for n in range(30)]
     fed = operator("x") | {"operator": "Input", "isolated_l2": 0.0}
     job, body = diagnosed(tmp_path, spoil, analysed=accuracy(fed, *few, cut | {"inputs": ["x", "lost"]}, later))
     assert body["first_operator"]["tensor"] == "up" and [x["tensor"] for x in body["first_inputs"]] == ["x"]
-    assert body["kind"]["kind"] == "coverage"
+    assert body["first_kind"]["kind"] == "coverage" and body["worst_kind"] is None and body["off"] == 2
+    assert "; the worst of 2: layers.1/mlp/up_proj Conv (down), isolated 50.00 %" in body["sentence"]
     names = [x["tensor"] for x in body["operators"]]
     assert len(names) == 20 and names[-2:] == ["up", "down"] and names[0] == "fine12"  # the worst, in order
     told = "First operator off by itself: layers.1/mlp/up_proj Conv (up), isolated 10.36 %, isolated cosine 0.9951"
@@ -115,6 +116,7 @@ def test_the_first_operator_that_is_off_by_itself(tmp_path):
     assert body["sentence"].endswith(f"What to try: {causes.MORE_TEXTS.text}")
     page = (job.folder / "diagnosis.html").read_text()
     assert "First operator off by itself (over 0.05)" in page and page.count("<td>fine") == 18
+    assert "Worst operator off by itself (over 0.05)" in page
 
 
 def test_no_operator_is_off(tmp_path):

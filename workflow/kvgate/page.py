@@ -26,9 +26,11 @@ def page(body: Mapping[str, Any], picture: bytes, floor: float, top: float) -> s
     accuracy = body.get("accuracy") or {}
     if accuracy.get("note"):
         lines += [f"<p>Operators: {escape(accuracy['note'])}</p>"]
-    if body.get("first_operator"):
-        rows = [body["first_operator"], *body["first_inputs"]]
-        lines += _table(f"First operator off by itself (over {accuracy['limit']:g}), and its inputs", rows, _OPERATOR)
+    for which in ("first", "worst"):
+        if body.get(f"{which}_operator"):
+            rows = [body[f"{which}_operator"], *body[f"{which}_inputs"]]
+            title = f"{which.capitalize()} operator off by itself (over {accuracy['limit']:g}), and its inputs"
+            lines += _table(title, rows, _OPERATOR)
     if body.get("operators"):
         title = f"The {len(body['operators'])} operators that are most off by themselves, in order"
         lines += _table(title, body["operators"], _OPERATOR)

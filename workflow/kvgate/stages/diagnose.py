@@ -128,7 +128,7 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
 
 
 def _operators(job: Job) -> dict[str, Any]:
-    """The first operator that is off by itself, its inputs, the kind of its error, and the worst ones in order."""
+    """The first operator that is off by itself and the worst one, with inputs and kind of error; the worst in order."""
     if "accuracy" not in job.inputs:
         return {}  # a row of ONNX Runtime has no artifact
     found, limit = job.read("accuracy"), job.config["thresholds"]["operator_l2"]
@@ -140,13 +140,10 @@ def _operators(job: Job) -> dict[str, Any]:
     rows = found["operators"]
     contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
     identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
-    dtype = platforms.dtype(identity["quant"])
-    first = kinds.first(rows, limit)
     masks = [t.name for t in contract.inputs if t.role == c.MASK]
+    quant = identity["quant"]
+    about = (masks, identity["mask_value"], platforms.dtype(quant), quant.get("headroom", 1.0))
     by_tensor = {row["tensor"]: row for row in rows}
-    about = (masks, identity["mask_value"], dtype, identity["quant"].get("headroom", 1.0))
-    off = kinds.Off(first, by_tensor, *about) if first else None
-    kind = kinds.explain(off) if off else None
 
     work = list(kinds.work(rows))
 
@@ -154,13 +151,17 @@ def _operators(job: Job) -> dict[str, Any]:
         value = work[n]["isolated_l2"]
         return np.inf if value is None else value
 
-    worst = sorted(sorted(range(len(work)), key=badness, reverse=True)[:_WORST])
-    return body | {
-        "first_operator": first,
-        "first_inputs": off.inputs if off else [],
-        "kind": asdict(kind) | {"remedy": kind.remedy.beyond(job.wildcards)} if kind else None,
-        "operators": [work[n] for n in worst],
-    }
+    order = sorted(range(len(work)), key=badness, reverse=True)
+    body |= {"operators": [work[n] for n in sorted(order[:_WORST])], "off": sum(badness(n) > limit for n in order)}
+    for which, row in (("first", kinds.first(rows, limit)), ("worst", work[order[0]] if body["off"] > 1 else None)):
+        off = kinds.Off(row, by_tensor, *about) if row else None
+        kind = kinds.explain(off) if off else None
+        body |= {
+            f"{which}_operator": row,
+            f"{which}_inputs": off.inputs if off else [],
+            f"{which}_kind": asdict(kind) | {"remedy": kind.remedy.beyond(job.wildcards)} if kind else None,
+        }
+    return body
 
 
 def _unusable(found: dict[str, Any]) -> str:
@@ -199,22 +200,25 @@ def _sentence(body: dict[str, Any]) -> str:
     first = body.get("first_layer")
     if first:
         text += f". First layer off by itself: {first['layer']} {first['tensor']}, median {percent(first['median'])}"
-    remedy, kind = body.get("remedy"), body.get("kind")
     if body.get("first_operator"):
-        text += f". First operator off by itself: {_operator(body['first_operator'])}"
-        if kind:
-            text += f": {kind['text']} ({kind['kind']})"
-            remedy = kind["remedy"] or remedy
+        text += f". First operator off by itself: {_operator(body, 'first')}"
+        if body["worst_operator"] not in (None, body["first_operator"]):
+            text += f"; the worst of {body['off']}: {_operator(body, 'worst')}"
     elif body.get("operators"):
         text += f". No operator is off by itself by more than {percent(body['accuracy']['limit'])}"
+    found = [(body.get(f"{which}_kind") or {}).get("remedy") for which in ("first", "worst")]
+    remedy = next(filter(None, [*found, body.get("remedy")]), "")
     return text + (f". What to try: {remedy}" if remedy else "")
 
 
-def _operator(row: dict[str, Any]) -> str:
+def _operator(body: dict[str, Any], which: str) -> str:
+    """Where and what it is, how far off, and why."""
+    row, kind = body[f"{which}_operator"], body[f"{which}_kind"]
     where = f"{row['module']} " if row["module"] else ""
     cosine = "not finite" if row["isolated_cosine"] is None else f"{row['isolated_cosine']:.4f}"
     cpu = " on the CPU" if row["cpu"] else ""
+    why = f": {kind['text']} ({kind['kind']})" if kind else ""
     return (
         f"{where}{row['operator']}{cpu} ({row['tensor']}), isolated {percent(row['isolated_l2'])}, "
-        f"isolated cosine {cosine}"
+        f"isolated cosine {cosine}{why}"
     )
