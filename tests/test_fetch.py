@@ -71,9 +71,13 @@ def test_pickled_weights_become_safetensors(copied, tmp_path):
     torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
     wanted = load_file(copied / "model.safetensors")
     (copied / "model.safetensors").unlink()
+    (copied / "config.json").write_text((copied / "config.json").read_text().replace("{", "{ ", 1))  # by hand
+    before = {path.name: path.read_bytes() for path in copied.iterdir()}
     job = fetch_job(tmp_path / "results", {"kind": "folder", "path": str(copied)})
     body = fetch.run(job)
+    assert {path.name: path.read_bytes() for path in copied.iterdir()} == before  # the user's own, linked
     assert "model.safetensors" in body["files"] and "pytorch_model.bin" not in body["files"]
+    assert not any(path.is_dir() for path in job.folder.iterdir())
     got = load_file(job.folder / "model.safetensors")
     assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
 

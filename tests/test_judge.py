@@ -213,6 +213,21 @@ def test_bytes_follow_the_artifacts_boundary(tmp_path):
     assert judged(tmp_path, build=build)["figures"]["history_bytes"] == 2 * 3 * 2 * synthetic.TOKENS * 2 * 8
 
 
+def test_bytes_of_a_boundary_of_several_dtypes_are_their_sum(tmp_path):
+    first, *rest = [t.name for t in synthetic.contract().cache_inputs()]
+    outputs = [t.name for t in synthetic.contract().cache_outputs()]
+    build = {
+        "boundary": {
+            "inputs": [{"name": first, "dtype": "float16"}, *({"name": n, "dtype": "int8"} for n in rest)],
+            "outputs": [{"name": n, "dtype": "float16"} for n in outputs],
+        }
+    }
+    found = judged(tmp_path, build=build)["figures"]
+    one = synthetic.TOKENS * 2 * 8  # values of a cache tensor
+    assert found["history_bytes"] == one * 2 + one * len(rest)
+    assert found["delta_bytes"] == 2 * 2 * 8 * len(outputs)
+
+
 def test_a_moved_threshold_changes_the_verdict_from_the_same_metrics(tmp_path):
     verdict = judged(tmp_path, scale("value.1", 0.02))
     assert verdict["verdict"] == "fail"

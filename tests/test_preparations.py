@@ -1,24 +1,8 @@
-"""What planning reads of the modules of weight preparations, without importing them."""
-
-from importlib import import_module
+"""What planning holds an entry of weights.yaml to; the rest, with whole configs: test_sweep.py."""
 
 import pytest
-from kvgate import preparations, sweep
+from kvgate import preparations
 from kvgate.config import ConfigError
-
-MODULES = sweep.modules("weights")
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_constants_are_the_modules(name):
-    module = import_module(f"kvgate.weights.{name}")
-    wanted = {key: value for key, value in vars(module).items() if key.isupper() and not key.startswith("_")}
-    assert preparations.constants(name) == wanted
-
-
-def test_all_modules_together_have_every_constant():
-    found = {key for name in MODULES for key in preparations.constants(name)}
-    assert found >= {"FAMILIES", "DTYPES", "STATISTICS", "MOVES", "DISABLE", "HYBRID"}
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ def test_a_tuple_on_each_backend_is_a_row():
     assert len(found) == 8
 
 
+def test_boards_of_one_device_are_together():
+    """Its two engines, say: one job at a time."""
+    boards = {"pi_lite": BOARD, "pi_native": BOARD | {"engine": "native"}, "other": BOARD | {"port": 2222}}
+    override = copy.deepcopy(TINY) | {"boards": boards}
+    assert sweep.devices(config.load(BASE, override)) == [["pi_lite", "pi_native"], ["other"]]
+
+
 def test_a_board_alone_and_a_board_of_another_chip():
     assert {r.backend for r in rows(with_boards(["b"], b=BOARD))} == {"b"}
     found = rows(lambda c: (with_boards(["a", "b"], a=BOARD, b=BOARD | {"platform": "rk3588"})(c),
@@ -136,7 +143,7 @@ BAD = {
     ),
     "capacity that no text fills": (
         set_at("strategies/tiny_blend/capacity", 33),
-        "sweep.blocks[0]: strategy tiny_blend has capacity 33, which no program of the sweep fills: got at most 32",
+        "sweep.blocks[0]: strategy tiny_blend has capacity 33, which no text of the sweep fills: got at most 32",
     ),
     "one tuple twice": (
         lambda c: c["sweep"]["blocks"].append(c["sweep"]["blocks"][0] | {"quants": ["w8a8"]}),
@@ -299,6 +306,34 @@ BAD = {
     "recompute on a chip": (
         lambda c: (c["strategies"].update(r={"module": "recompute", "capacity": 32}), block(strategies=["r"])(c)),
         "sweep.blocks[0]: strategy r recomputes, allowed: platform host only",
+    ),
+    "a name that is no part of a path": (
+        lambda c: c.update(models={"Qwen/Qwen2.5-0.5B": {"source": {"kind": "folder", "path": "x"}}}),
+        "models: got the name 'Qwen/Qwen2.5-0.5B', allowed: letters, digits, _ . + -",
+    ),
+    "a name that leaves its folder": (
+        lambda c: c.update(strategies={"..": {"module": "cpu_managed", "capacity": 4}}),
+        "strategies: got the name '..', allowed: ",
+    ),
+    "a source that lacks what its kind needs": (
+        lambda c: c.update(models={"mine": {"source": {"kind": "hub", "id": "a/b"}}}),
+        "models.mine.source: lacks revision, which kind hub needs",
+    ),
+    "a branch, which moves": (
+        lambda c: c.update(models={"mine": {"source": {"kind": "hub", "id": "a/b", "revision": "main"}}}),
+        "models.mine.source.revision: got 'main', allowed: [0-9a-f]{40}",
+    ),
+    "an exclude that takes nothing away": (
+        block(exclude=[{"strategy": "tiny_blnd"}]),
+        "sweep.blocks[0].exclude[0]: got {'strategy': 'tiny_blnd'}, which takes no tuple away",
+    ),
+    "pass above warn": (
+        set_at("thresholds", {"logits_l2": {"pass": 0.1}}),
+        "thresholds.logits_l2.pass: got 0.1, allowed: at most warn, 0.005",
+    ),
+    "a chat alone, which may end early": (
+        lambda c: (c["sweep"].update(programs=["tiny_chat"]), c["programs"]["tiny_chat"].update(tokens=99)),
+        "sweep.blocks[0]: strategy tiny_cpu_managed has capacity 32, which no text of the sweep fills: got at most 0 ",
     ),
     "not a list": (set_at("sweep/programs", "tiny_chat"), 'sweep.programs: got "tiny_chat", allowed: array'),
 }

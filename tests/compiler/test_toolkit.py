@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,26 @@ def test_a_good_end(tmp_path: Path) -> None:
     found = run(tmp_path, "say('build'); say('simulate a 1/9'); say('simulate a 2/9'); result()", said=said)
     assert (found.reason, found.kind, found.seconds, found.peak) == ("", "", {"build": 1.0}, 5)
     assert [x.split("  ")[-1] for x in said] == ["build", "simulate a 1/9"]  # not a line a step
+
+
+def test_temporary_files_are_in_the_childs_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that is a relative one, as in a run of the workflow: the toolkit leaves gigabytes there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    code = tmp_path / "child.py"
+    code.write_text(f"{PRELUDE}import tempfile; print(tempfile.gettempdir(), os.path.expanduser('~')); result()")
+    asked = replace(request(tmp_path), result=str(tmp_path / "result.json"))
+    toolkit.compile(asked, Path("work"), Path("log"), 30, print, (sys.executable, str(code)))
+    assert Path("log").read_text().split() == [str(tmp_path / "work")] * 2
+
+
+def test_a_bug_of_ours_is_no_result_of_the_toolkits(tmp_path: Path) -> None:
+    """On a full disk, say: the job fails, so it is tried again, where a refusal would stay."""
+    work = "lambda request, run: (_ for _ in ()).throw(OSError(28, 'No space left on device'))"
+    script = f"from kvgate.compiler import child; child.main(sys.argv[1], child.Request, {work})"
+    with pytest.raises(RuntimeError, match=r"^in phase import: OSError: \[Errno 28\] No space left on device$"):
+        run(tmp_path, script)
+    assert "Traceback" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

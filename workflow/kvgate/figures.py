@@ -1,12 +1,13 @@
 """Every figure of a row, from the metrics of its programs and the build. numpy only."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from kvgate.compare import TOKEN_STEPS, number
-from kvgate.contract import Contract
+from kvgate.compare import HISTORIES, TOKEN_STEPS, number
+from kvgate.contract import Contract, Tensor
 from kvgate.symptoms import TENSORS
 
 Array = np.ndarray
@@ -29,12 +30,11 @@ def figures(
     arrays: Mapping[str, Mapping[str, Array]],
 ) -> dict[str, Any]:
     """A row's figures: the errors over all programs and histories, and what the build says (empty: no artifact)."""
-    item = max((_ITEM.get(dtype, 4) for dtype in boundary(contract, build)), default=4)
     found: dict[str, Any] = {
         "form": contract.form,
         "form_reason": contract.reason,
-        "history_bytes": contract.history_bytes(item),
-        "delta_bytes": contract.returned_bytes(item),
+        "history_bytes": _bytes(contract.cache_inputs(), build, "inputs"),
+        "delta_bytes": _bytes(contract.cache_outputs(), build, "outputs"),
     }
     for name in ("rows", "cycles", "traffic_bytes", "weight_bytes", "internal_bytes", "artifact_bytes"):
         found[name] = build.get(name)
@@ -55,11 +55,17 @@ def figures(
     return found
 
 
+def _bytes(tensors: Iterable[Tensor], build: Mapping[str, Any], side: str) -> int:
+    """Of cache tensors, each in the dtype that it crosses the artifact's boundary in; unknown: the graph's."""
+    built = {t["name"]: str(t["dtype"]) for t in build.get("boundary", {}).get(side, ())}
+    return sum(math.prod(t.shape) * _ITEM[built.get(t.name, t.dtype)] for t in tensors)
+
+
 def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[float | None, dict[str, Any] | None]:
     """The median of a measure over all steps, and its worst value with program, history, step, layer and tensor."""
     every, worst, top = [], None, -1.0
     for program, found in arrays.items():
-        for history in ("isolated", "forced"):
+        for history in HISTORIES:
             values = found.get(f"{history}/{field}")
             if values is None or not values.size:
                 continue
@@ -78,7 +84,7 @@ def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[fl
 
 def _share_over(arrays: Mapping[str, Mapping[str, Array]], field: str, limit: float) -> float | None:
     """The share of a measure's values above a limit or not finite, over all steps."""
-    every = [a[f"{h}/{field}"] for a in arrays.values() for h in ("isolated", "forced") if f"{h}/{field}" in a]
+    every = [a[f"{h}/{field}"] for a in arrays.values() for h in HISTORIES if f"{h}/{field}" in a]
     values = np.concatenate([x.ravel() for x in every]) if every else np.zeros(0)
     return number(float(np.mean(~(values <= limit)))) if values.size else None
 

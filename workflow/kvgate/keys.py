@@ -13,6 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kvgate.sources import folder
+
 _LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
 
 
@@ -66,7 +68,7 @@ def source_files(base: Path, source: dict[str, Any]) -> dict[str, str]:
     if source["kind"] not in ("folder", "gguf") or not isinstance(path, str):
         return {}
     root = base / path
-    files = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    files = folder.matching(root, folder.PATTERNS + folder.FALLBACK) if root.is_dir() else [root]  # what fetch takes
     return {os.path.relpath(p, base): file_state(p) for p in files}
 
 

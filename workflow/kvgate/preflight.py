@@ -40,7 +40,7 @@ def machine(folder: Path = Path()) -> Machine:
         platform.python_version(),
         platform.libc_ver()[1] if platform.libc_ver()[0] == "glibc" else "",
         "avx2" in _text(Path("/proc/cpuinfo")).split(),
-        _memory() / 1e9,
+        memory() / 1e9,
         shutil.disk_usage(folder).free / 1e9,
         {name: _version(name) for name in PACKAGES},
     )
@@ -84,7 +84,7 @@ def memory_limit(text: str) -> float:
     return float(text) if text.isdigit() else float("inf")
 
 
-def _memory() -> float:
+def memory() -> float:
     """Bytes that this process may use: the machine's, or its container's if that is less."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -2,15 +2,14 @@
 
 import ast
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from kvgate.compiler import platforms
 from kvgate.config import ConfigError
+from kvgate.constants import constants, parsed
 
 HOOKS = ("checkpoint", "heads", "turn", "linear", "matrices")
 _PATTERNS = ("only", "skip")  # options of every module with `linear`, see kvgate.export.preparation
-_FOLDER = Path(__file__).parent / "weights"
 
 
 def check(name: str, entry: dict[str, Any]) -> None:
@@ -23,7 +22,7 @@ def check(name: str, entry: dict[str, Any]) -> None:
                     f"weights.{name}.steps[{n}].options: {step['name']} got the unknown option {option}, "
                     f"known: {', '.join(known) or 'none'}"
                 )
-        if constants(step["name"]).get("STATISTICS") and not entry["calibrate"]:
+        if constants("weights", step["name"]).get("STATISTICS") and not entry["calibrate"]:
             raise ConfigError(f"weights.{name}: {step['name']} reads the calibration texts, lacks calibrate: true")
 
 
@@ -33,7 +32,7 @@ def check_fit(where: str, name: str, entry: dict[str, Any], family: str | None, 
     family: None where it is not known yet. quant: its name and entry; None where nothing is compiled.
     """
     for step in entry["steps"]:
-        what, facts = f"{where}: weights {name}: {step['name']}", constants(step["name"])
+        what, facts = f"{where}: weights {name}: {step['name']}", constants("weights", step["name"])
         if family and family not in facts.get("FAMILIES", (family,)):
             raise ConfigError(f"{what} got a {family}, known: {', '.join(facts['FAMILIES'])}")
         if quant:
@@ -57,32 +56,12 @@ def _check_quant(what: str, facts: dict[str, Any], group: int, name: str, quant:
 
 
 @cache
-def constants(name: str) -> dict[str, Any]:
-    """The constants in capitals of a module of weights/: literals, and what it takes from another (`fold.FAMILIES`)."""
-    found = {}
-    for node in _parsed(name).body:
-        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
-            continue
-        if not node.targets[0].id.isupper() or node.targets[0].id.startswith("_"):
-            continue
-        if isinstance(node.value, ast.Attribute) and isinstance(node.value.value, ast.Name):
-            found[node.targets[0].id] = constants(node.value.value.id)[node.value.attr]
-        else:
-            found[node.targets[0].id] = ast.literal_eval(node.value)
-    return found
-
-
-@cache
 def options(name: str) -> list[str]:
     """The options of a module of weights/: its hooks' keyword arguments, by name."""
     found: set[str] = set()
-    for node in _parsed(name).body:
+    for node in parsed("weights", name).body:
         if isinstance(node, ast.FunctionDef) and node.name in HOOKS:
             defaults = len(node.args.defaults)
             given = [*node.args.args[len(node.args.args) - defaults :], *node.args.kwonlyargs]
             found |= {x.arg for x in given} | set(_PATTERNS if node.name == "linear" else ())
     return sorted(found)
-
-
-def _parsed(name: str) -> ast.Module:
-    return ast.parse((_FOLDER / f"{name}.py").read_text())

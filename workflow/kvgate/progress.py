@@ -1,7 +1,6 @@
 """What a person sees of a run: which jobs there are to do, each job as it ends, and about how long is left."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +29,6 @@ def stale(plan: "Plan", results: Path) -> "dict[str, tuple[Node, list[str]]]":
         if why:
             found[node.record] = (node, why)
     return found
-
-
-def memory_mb() -> int:
-    """This machine's memory in MiB."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
 
 
 def begin(plan: "Plan", todo: "dict[str, tuple[Node, list[str]]]", results: Path, write: bool) -> list[str]:

@@ -23,6 +23,11 @@ def finding(kind: str, text: str, **where: Any) -> dict[str, Any]:
     return {"kind": kind, "text": text, **where}
 
 
+def blocked(kind: str, text: str) -> Blocked:
+    """Of one finding, which is the reason."""
+    return Blocked(text, [finding(kind, text)])
+
+
 def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvgate import preparations, programs, quants
 from kvgate.compiler import platforms
 from kvgate.config import ConfigError
+from kvgate.constants import constants
 
 HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
 HOST_MASK = -1e4  # the additive mask there; a quant has its own
@@ -49,7 +50,11 @@ def rows(config: dict[str, Any], base: Path) -> list[Row]:
     _check_used(config)
     found: dict[Row, int] = {}
     for n, block in enumerate(config["sweep"]["blocks"]):
-        for row in _product(block, config):
+        product = list(_product(block, config))
+        for m, pattern in enumerate(block["exclude"]):
+            if not any(row.matches(pattern) for row in product):
+                raise ConfigError(f"sweep.blocks[{n}].exclude[{m}]: got {pattern}, which takes no tuple away")
+        for row in product:
             if any(row.matches(pattern) for pattern in block["exclude"]):
                 continue
             if row in found:
@@ -115,9 +120,14 @@ def _known(where: str, got: str, known: list[str]) -> None:
 
 
 def _check_references(config: dict[str, Any], base: Path) -> None:
-    """Every name in the config is one that exists; every text file is there and says something."""
+    """Every name in the config can be one and exists; every text file is there and says something."""
+    for kind in ("models", "weights", "strategies", "quants", "programs"):
+        for name in config[kind]:
+            _check_name(kind, name)
+    _check_name("sweep.name", config["sweep"]["name"])
     for name, entry in config["models"].items():
         _known(f"models.{name}.source.kind", entry["source"]["kind"], modules("sources"))
+        _check_source(f"models.{name}.source", entry["source"])
     for name, entry in config["weights"].items():
         for n, step in enumerate(entry["steps"]):
             _known(f"weights.{name}.steps[{n}].name", step["name"], modules("weights"))
@@ -134,6 +144,11 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
             _known(f"sweep.blocks[{n}].platforms[{m}]", name, [*platforms.SUPPORTED, HOST_PLATFORM])
         for m, name in enumerate(block["quants"]):
             _known(f"sweep.blocks[{n}].quants[{m}]", name, [*config["quants"], HOST_QUANT])
+    for name, limits in config["thresholds"].items():
+        if name in ("kv_l2", "logits_l2", "disturbed") and limits["pass"] > limits["warn"]:
+            raise ConfigError(
+                f"thresholds.{name}.pass: got {limits['pass']:g}, allowed: at most warn, {limits['warn']:g}"
+            )
     _check_boards(config)
     runs = [name for name, entry in config["programs"].items() if entry["kind"] != "calibration"]
     texts = [name for name, entry in config["programs"].items() if entry["kind"] == "calibration"]
@@ -142,6 +157,20 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
     for n, name in enumerate(config["calibration"]["texts"]):
         _known(f"calibration.texts[{n}]", name, texts)
     programs.check(config, base)
+
+
+def _check_name(where: str, name: str) -> None:
+    """Names are parts of paths and of file names on boards."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", str(name)):
+        raise ConfigError(f"{where}: got the name {name!r}, allowed: letters, digits, _ . + -")
+
+
+def _check_source(where: str, source: dict[str, Any]) -> None:
+    for key, form in constants("sources", source["kind"])["REQUIRED"].items():
+        if key not in source:
+            raise ConfigError(f"{where}: lacks {key}, which kind {source['kind']} needs")
+        if form and not re.fullmatch(form, str(source[key])):
+            raise ConfigError(f"{where}.{key}: got {source[key]!r}, allowed: {form}")
 
 
 def _check_boards(config: dict[str, Any]) -> None:
@@ -162,6 +191,14 @@ def _check_boards(config: dict[str, Any]) -> None:
             raise ConfigError(f"{where}: lacks address, which driver {entry['driver']} needs")
     for n, name in enumerate(config["sweep"]["backends"]):
         _known(f"sweep.backends[{n}]", name, [SIMULATOR, *boards])
+
+
+def devices(config: dict[str, Any]) -> list[list[str]]:
+    """The boards' names, those of one device together."""
+    found: dict[tuple, list[str]] = {}
+    for name, entry in config["boards"].items():
+        found.setdefault((entry["driver"], entry["address"], entry["port"]), []).append(name)
+    return list(found.values())
 
 
 def _check_used(config: dict[str, Any]) -> None:
@@ -200,11 +237,12 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
     if why:
         raise ConfigError(f"{where}: model {row.model}: {why}")
     entries = config["programs"]
-    isolated = [entries[p]["tokens"] for p in config["sweep"]["programs"] if "isolated" in entries[p]["histories"]]
-    if max(isolated, default=0) < capacity:
+    texts = [x for x in map(entries.get, config["sweep"]["programs"]) if x["kind"] == "text"]  # a chat may end early
+    isolated = max((x["tokens"] for x in texts if "isolated" in x["histories"]), default=0)
+    if isolated < capacity:
         raise ConfigError(
-            f"{where}: strategy {row.strategy} has capacity {capacity}, which no program of the sweep fills: "
-            f"got at most {max(isolated, default=0)} isolated tokens"
+            f"{where}: strategy {row.strategy} has capacity {capacity}, which no text of the sweep fills: "
+            f"got at most {isolated} isolated tokens"
         )
     calibrates = row.platform != HOST_PLATFORM and config["quants"][row.quant]["calibrate"]
     if calibrates:

@@ -1,6 +1,5 @@
 # The plan, and functions that rules take their inputs, keys and records from. No rules here.
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 if str(BASE / "workflow") not in sys.path:
     sys.path.insert(0, str(BASE / "workflow"))
 
-from kvgate import keys, preflight, progress
+from kvgate import keys, preflight, progress, sweep
 from kvgate.config import ConfigError
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
@@ -94,18 +93,17 @@ def begin():
     return True
 
 
-# One job at a time on a board, boards side by side: a resource a board, of which there is one.
+# One job at a time on a board, boards side by side: a resource a device, of which there is one. Entries of one device,
+# say for its two engines, share it.
 BOARDS = {
-    f"board_{re.sub('[^a-z0-9]', '_', name)}": lambda w, name=name: int(
-        w.backend == name
-    )
-    for name in PLAN.config["boards"]
+    f"board_{n}": lambda w, names=names: int(w.backend in names)
+    for n, names in enumerate(sweep.devices(PLAN.config))
 }
 for name in BOARDS:
     workflow.global_resources.setdefault(name, 1)
 if "mem_mb" not in workflow.global_resources:
     workflow.global_resources["mem_mb"] = (
-        PLAN.config["limits"]["memory_mb"] or progress.memory_mb() * 9 // 10
+        PLAN.config["limits"]["memory_mb"] or int(preflight.memory() * 0.9) >> 20
     )
 
 

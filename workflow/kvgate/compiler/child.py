@@ -46,16 +46,17 @@ class Run:
 
 
 def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> None:
-    """Writes {"ok", "phase", "reason", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote a result.
+    """Writes {"ok", "phase", "reason", "bug", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote it.
 
-    kind: the request's class. work: gives the facts; raises Failure where the toolkit did not do it.
+    kind: the request's class. work: gives the facts; raises Failure where the toolkit did not do it. What else it
+    raises, as on a full disk, is `bug`: no result of the build, which may be right the next time.
     """
     request = kind(**json.loads(Path(path).read_text()))
     _die_with(request.parent)
     _flush_lines()
     if request.memory:
         resource.setrlimit(resource.RLIMIT_DATA, (request.memory, request.memory))
-    run, reason, facts = Run(request.progress), "", {}  # type: Run, str, dict[str, Any]
+    run, reason, bug, facts = Run(request.progress), "", "", {}  # type: Run, str, str, dict[str, Any]
     try:
         _prove_malloc()
         facts = work(request, run)
@@ -63,10 +64,14 @@ def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> 
         reason = str(error)
     except MemoryError:
         reason = "MemoryError"
+    except Exception as error:
+        traceback.print_exc()  # into the log
+        bug = f"{type(error).__name__}: {error}"
     result = {
         "ok": not reason,
         "phase": run.phase,
         "reason": reason,
+        "bug": bug,
         "seconds": run.seconds,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "facts": facts,

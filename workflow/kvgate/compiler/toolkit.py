@@ -49,7 +49,9 @@ def compile(
     """Run a request in a child process with `folder` as its current one, everything that it prints in `log_file`.
 
     timeout: seconds for the whole child. progress gets one line a phase, and one every few seconds while simulating.
+    Raises RuntimeError where it is kvgate's own code in the child that failed.
     """
+    folder = folder.resolve()  # it is the child's HOME and TMPDIR, and the child works in it
     reader, writer = os.pipe()
     asked = replace(request, parent=os.getpid(), progress=writer)
     path = folder / "request.json"
@@ -57,7 +59,7 @@ def compile(
     started = time.monotonic()
     with log_file.open("wb") as out:
         process = subprocess.Popen(
-            [*command, str(path.resolve())],
+            [*command, str(path)],
             cwd=folder,
             env=environment(folder),
             stdin=subprocess.DEVNULL,
@@ -140,6 +142,8 @@ def _kill(process: subprocess.Popen) -> None:
 
 def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Outcome:
     result = json.loads(path.read_text()) if path.is_file() else {}
+    if result.get("bug"):
+        raise RuntimeError(f"in phase {result['phase']}: {result['bug']}")
     error = log.last_error(text)
     if hung:
         reason, kind = f"no end after {timeout:.0f} s, in phase {hung!r}", "hang"

@@ -118,7 +118,7 @@ def _cached_rows(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tenso
     for i, layer in enumerate(cache.layers):
         if getattr(layer, "keys", None) is None or layer.keys.dim() != 4:
             text = f"layer {i}: got no K and V of the token, allowed: attention layers"
-            raise record.Blocked(text, [record.finding("exporter", text)])
+            raise record.blocked("exporter", text)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -162,7 +162,7 @@ def _window(config: Any) -> int | None:
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     if window and len(kinds) > 1:
         text = f"layer types: got {', '.join(sorted(kinds))}, allowed: all the same"
-        raise record.Blocked(text, [record.finding("exporter", text)])
+        raise record.blocked("exporter", text)
     return window if kinds == {"sliding_attention"} else None
 
 
@@ -281,5 +281,5 @@ def _tensor(value: onnx.ValueInfoProto) -> c.Tensor:
     }
     if value.name not in roles:
         text = f"the exporter's boundary: got {value.name!r}, known: {', '.join(sorted(roles))}, layers.N.keys|values"
-        raise record.Blocked(text, [record.finding("exporter", text)])
+        raise record.blocked("exporter", text)
     return c.Tensor(value.name, roles[value.name], shape, dtype)

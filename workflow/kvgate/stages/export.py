@@ -7,7 +7,7 @@ from typing import Any
 from kvgate import record
 from kvgate.contract import Cache
 from kvgate.job import Job
-from kvgate.record import Blocked, finding
+from kvgate.record import Blocked, blocked, finding
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         graph = proto.export(made, prepared["tensors"], "weights.bin", prepared["sums"])
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
-        raise Blocked(text, [finding("exporter", text)]) from why
+        raise blocked("exporter", text) from why
     record.link(source / "weights.bin", job.folder / "weights.bin")
     record.write_bytes(job.folder / "model.onnx", graph.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())

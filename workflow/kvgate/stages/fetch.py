@@ -9,7 +9,7 @@ from typing import Any
 
 from kvgate import record, sources
 from kvgate.job import Job
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 
 
 def known() -> list[str]:
@@ -23,7 +23,7 @@ def run(job: Job) -> dict[str, Any]:
     kind = source.get("kind")
     if kind not in known():
         text = f"source kind: got {kind!r}, known: {', '.join(known())}"
-        raise Blocked(text, [finding("source", text)])
+        raise blocked("source", text)
     print(f"fetch {job.wildcards['model']} from {kind}", file=sys.stderr)
     part = job.folder.with_name(f".{job.folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed job
@@ -59,16 +59,20 @@ def _inspect(folder: Path) -> dict[str, Any]:
     config = _config(folder)
     model = _model(folder, config)
     if not list(folder.glob("*.safetensors")):  # an old checkpoint: pickles are read once, here
-        model.save_pretrained(folder)
         for path in folder.glob("*.bin*"):
             path.unlink()
+        saved = folder / "saved"
+        model.save_pretrained(saved)
+        for path in saved.iterdir():
+            path.replace(folder / path.name)  # not written over: a file here may be a link to the user's own
+        saved.rmdir()
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise _blocked("weights", f"weight {name}: got NaN or inf, allowed: finite values")
+            raise blocked("weights", f"weight {name}: got NaN or inf, allowed: finite values")
     try:
         _, keys, values = reference.whole(model.float(), [0, 1])
     except Exception as error:
-        raise _blocked("architecture", f"architecture {config.model_type}: cannot work: {_line(error)}") from error
+        raise blocked("architecture", f"architecture {config.model_type}: cannot work: {_line(error)}") from error
     text = config.get_text_config()
     return {
         "architecture": type(model).__name__,
@@ -92,9 +96,9 @@ def _config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
-        raise _blocked("architecture", f"config.json: cannot be read: {_line(error)}") from error
+        raise blocked("architecture", f"config.json: cannot be read: {_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
-        raise _blocked(
+        raise blocked(
             "architecture",
             f"architecture: got {config.model_type!r}, allowed: a decoder that AutoModelForCausalLM knows",
         )
@@ -114,12 +118,12 @@ def _model(folder: Path, config: Any) -> Any:
             output_loading_info=True,
         )
     except Exception as error:
-        raise _blocked("weights", f"weights: cannot be read: {_line(error)}") from error
+        raise blocked("weights", f"weights: cannot be read: {_line(error)}") from error
     model, report = found
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):
         if report.get(what):
             names = sorted(str(x) for x in report[what])
-            raise _blocked("weights", f"weights: {len(names)} {what.replace('_', ' ')}, the first is {names[0]}")
+            raise blocked("weights", f"weights: {len(names)} {what.replace('_', ' ')}, the first is {names[0]}")
     return model.eval()
 
 
@@ -129,7 +133,7 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
     try:
         tokenizer = reference.load_tokenizer(folder)
     except Exception as error:
-        raise _blocked("tokenizer", f"tokenizer: cannot be read: {_line(error)}") from error
+        raise blocked("tokenizer", f"tokenizer: cannot be read: {_line(error)}") from error
     return {"tokenizer": {"tokens": len(tokenizer), "chat": bool(tokenizer.chat_template)}}
 
 
@@ -137,7 +141,3 @@ def _line(error: Exception) -> str:
     from kvgate.sources.folder import one_line
 
     return one_line(error)
-
-
-def _blocked(kind: str, text: str) -> Blocked:
-    return Blocked(text, [finding(kind, text)])

@@ -115,4 +115,4 @@ def _changed(job: Job, prepared: Any, steps: list[Any]) -> Any:
 
 
 def _refuse(text: str) -> None:
-    raise record.Blocked(text, [record.finding("preparation", text)])
+    raise record.blocked("preparation", text)

@@ -109,7 +109,7 @@ def request(job: Job) -> Request:
     config, board, platform = job.config, job.config["board"], job.wildcards["platform"]
     if board["platform"] != platform:
         text = f"board {job.wildcards['backend']}: got a {board['platform']}, the artifact is for {platform}"
-        raise record.Blocked(text, [record.finding("platform", text)])
+        raise record.blocked("platform", text)
     folder = job.inputs["export"].parent
     contract = Contract.from_json((folder / "contract.json").read_text())
     graph = job.read("export")["files"]

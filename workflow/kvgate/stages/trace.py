@@ -8,7 +8,7 @@ from typing import Any
 
 from kvgate import record
 from kvgate.job import Job
-from kvgate.record import Blocked, finding
+from kvgate.record import blocked
 
 KINDS = ("chat", "text", "calibration")
 
@@ -26,7 +26,7 @@ def run(job: Job) -> dict[str, Any]:
     limit, text = reference.context_limit(model.config), _text(job.base / program["text"], program["text"])
     chat = program["kind"] == "chat"
     if program["kind"] not in KINDS:
-        raise _blocked("program", f"program {name}: got kind {program['kind']!r}, known: {', '.join(KINDS)}")
+        raise blocked("program", f"program {name}: got kind {program['kind']!r}, known: {', '.join(KINDS)}")
     drawn = program.get("generated", 0)
     ids = prompt_ids(tokenizer, text) if chat else text_ids(tokenizer, text, program["tokens"] - drawn)
     check_ids(ids, model.config.get_text_config().vocab_size, limit, chat, drawn)
@@ -73,7 +73,7 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     special = set(tokenizer.all_special_ids) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
     if special:
         token = tokenizer.convert_ids_to_tokens(min(special))
-        raise _blocked(
+        raise blocked(
             "prompt", f"prompt: got the special token {token!r} in the text, allowed: plain text without a template"
         )
     messages = [{"role": "user", "content": text}]
@@ -84,7 +84,7 @@ def text_ids(tokenizer: Any, text: str, count: int) -> list[int]:
     """The first `count` ids of a text, the tokenizer's own start token among them if it sets one."""
     ids = list(tokenizer(text)["input_ids"])
     if len(ids) < count:
-        raise _blocked("text", f"text too short: got {len(ids)} tokens, needed {count}")
+        raise blocked("text", f"text too short: got {len(ids)} tokens, needed {count}")
     return ids[:count]
 
 
@@ -94,13 +94,13 @@ def check_ids(ids: list[int], vocabulary: int, limit: int | None, generates: boo
     drawn: how many are still to come.
     """
     if not ids:
-        raise _blocked("prompt", "prompt: got no tokens, allowed: at least 1")
+        raise blocked("prompt", "prompt: got no tokens, allowed: at least 1")
     wrong = [x for x in ids if not 0 <= x < vocabulary]
     if wrong:
-        raise _blocked("token", f"token id: got {wrong[0]}, allowed: 0 to {vocabulary - 1}")
+        raise blocked("token", f"token id: got {wrong[0]}, allowed: 0 to {vocabulary - 1}")
     if limit is not None and len(ids) + drawn + generates > limit:
         what = "prompt" if generates else "text"
-        raise _blocked(
+        raise blocked(
             "context",
             f"{what}: got {len(ids) + drawn} tokens, allowed: at most {limit - generates} (the context limit)",
         )
@@ -112,7 +112,7 @@ def _drawn(model: Any, ids: list[int], count: int, ends: tuple[int, ...]) -> lis
     try:
         return reference.draw(model, ids, count, ends) if count else []
     except FloatingPointError as error:
-        raise _blocked("nan", str(error)) from None
+        raise blocked("nan", str(error)) from None
 
 
 def _how(given: list[int], count: int) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def _how(given: list[int], count: int) -> dict[str, Any]:
 
 def _text(path: Path, name: str) -> str:
     if not path.is_file():
-        raise _blocked("text", f"text {name}: got no such file")
+        raise blocked("text", f"text {name}: got no such file")
     text = path.read_text().strip()
     if not text:
-        raise _blocked("prompt", f"text {name}: got an empty text, allowed: at least one word")
+        raise blocked("prompt", f"text {name}: got an empty text, allowed: at least one word")
     return text
 
 
@@ -136,7 +136,3 @@ def _facts(tokenizer: Any, chat: bool) -> dict[str, Any]:
     template = tokenizer.chat_template if chat else None
     digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
     return {"class": type(tokenizer).__name__, "tokens": len(tokenizer), "chat_template_sha256": digest}
-
-
-def _blocked(kind: str, text: str) -> Blocked:
-    return Blocked(text, [finding(kind, text)])
