@@ -160,6 +160,14 @@ def test_a_calibration_holds_its_own_samples_or_is_said_to_saturate(
     assert found["text"].startswith("calibration: value.1 saturates: ") and found["text"].endswith("try more samples")
 
 
+def test_a_build_of_other_packages_is_not_taken_from_the_store(tmp_path: Path) -> None:
+    """As its key says: onnxruntime's version, say, may change what the simulator was fed."""
+    job = tinygraph.prepare(tmp_path, {})
+    one, other = (replace(job, key={"versions": {"onnxruntime": x}}) for x in ("1.0", "2.0"))
+    source = build.opened(job)
+    assert build._identity(one, source) == build._identity(one, source) != build._identity(other, source)
+
+
 def test_a_calibration_by_what_is_verified_is_refused(tmp_path: Path) -> None:
     job = tinygraph.prepare(tmp_path, W8A8)
     drawn, verified = (job.inputs[x].with_name("trace.npz") for x in ("calibration.b", "trace.text"))
