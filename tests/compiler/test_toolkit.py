@@ -17,7 +17,7 @@ import json, os, sys, time, signal, resource
 request = json.load(open(sys.argv[1]))
 def say(text): os.write(request["progress"], (text + "\\n").encode())
 def result(**body):
-    body = {"ok": True, "phase": "simulate", "reason": "", "seconds": {"build": 1.0}, "peak": 5, "facts": {}, **body}
+    body = {"phase": "simulate", "reason": "", "seconds": {"build": 1.0}, "peak": 5, "facts": {}, **body}
     json.dump(body, open(request["result"], "w"))
 """
 

@@ -46,7 +46,7 @@ class Run:
 
 
 def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> None:
-    """Writes {"ok", "phase", "reason", "bug", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote it.
+    """Writes {"phase", "reason", "bug", "seconds", "peak", "facts"}; peak in bytes. Exit code 0 if it wrote it.
 
     kind: the request's class. work: gives the facts; raises Failure where the toolkit did not do it. What else it
     raises, as on a full disk, is `bug`: no result of the build, which may be right the next time.
@@ -68,7 +68,6 @@ def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> 
         traceback.print_exc()  # into the log
         bug = f"{type(error).__name__}: {error}"
     result = {
-        "ok": not reason,
         "phase": run.phase,
         "reason": reason,
         "bug": bug,
