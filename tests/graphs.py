@@ -45,7 +45,7 @@ class Model:
 
     def export(self, module: str, form: str = "recipe", capacity: int = 8, **cache: Any) -> "Graph":
         """A graph of the strategy. cache: layout, rank, packing where not the defaults. Made once."""
-        rest = {"layout": "channels", "rank": 4, "packing": "apart"} | cache
+        rest = {"layout": "channels", "rank": 4, "packing": "apart", "residual": "plain"} | cache
         strategy = {"module": module, "capacity": capacity, "form": form, **rest}
         name = "_".join(str(x) for x in (module, form, *rest.values(), capacity))
         inputs = {"fetch": self.checkpoint / "manifest.json"}

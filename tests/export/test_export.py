@@ -9,6 +9,7 @@ import graphs
 import numpy as np
 import onnx
 import pytest
+import safetensors.numpy
 from graphs import Graph, Model
 from kvgate import contract as c
 from kvgate import record
@@ -64,7 +65,7 @@ def test_nothing_of_this_machine_is_in_it(graph):
 
 def test_weights_stay_in_their_file(graph, llama):
     """One file for all graphs of a form, by hard link; the graph itself is small."""
-    names = {x.name.removeprefix("model.") for x in loaded(graph).graph.initializer}
+    names = {x.name.removeprefix("model.") for x in loaded(graph).graph.initializer} - {"logits.shift"}
     assert names == set(llama.prepare("recipe")["tensors"]) - {"model.rotary_emb.inner.inv_freq"} - {
         "model.rotary_emb.inner.original_inv_freq"
     }
@@ -209,3 +210,20 @@ def test_folder_of_a_graph_is_complete(graph):
     assert set(graph.record["files"]) == set(FILES) - {"graph.json"}
     for name, digest in graph.record["files"].items():
         assert record.sha256(Path(graph.folder / name)) == digest
+
+
+def test_logits_stand_around_zero_in_the_graph_and_the_host_adds_what_was_taken(tmp_path):
+    """float16 is fine around 0: the graph's logits are shifted by about the largest, inside the head's product."""
+    model = Model.of(tmp_path, "llama")
+    head = safetensors.numpy.load_file(model.checkpoint / "model.safetensors")
+    head["lm_head.weight"] = head["lm_head.weight"] * 400
+    safetensors.numpy.save_file(head, model.checkpoint / "model.safetensors", {"format": "pt"})
+    trace, graph = model.text(5), model.export("cpu_managed")
+    assert graph.contract.shift > 5
+    host = graph.host()
+    seen = []
+    for position, token in enumerate(trace.tokens):
+        outputs = graph.engine.step(host.feeds(int(token)))
+        seen.append(outputs["logits"].max())
+        np.testing.assert_allclose(host.take(outputs).logits, trace.logits[position], rtol=1e-4, atol=1e-3)
+    assert abs(np.mean(seen)) < np.mean(np.max(trace.logits, axis=1)) / 2

@@ -41,6 +41,7 @@ ROWS = {
 }
 SLIDING = {"mistral": (5,), "phi3": (5,), "starcoder2": (5,)}
 SLIDING |= dict.fromkeys(("gemma2", "gemma3_text", "exaone4"), (None, 5))
+PARALLEL = {"gpt_neox", "falcon", "phi", "cohere"}
 NO_ROTARY = {"gpt2", "opt", "bloom"}
 
 
@@ -64,6 +65,21 @@ def test_the_graph_is_the_model(tmp_path, family, form):
         assert None in rotations and 0 in rotations  # found by itself: every second layer has no rotary embedding
     else:
         assert 0 in rotations
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_a_compensated_stream_is_the_same_function(tmp_path, family):
+    """Every family has two sums a layer in its stream, and with what they lose kept beside it it is still the model."""
+    model = Model.of(tmp_path, family)
+    trace = model.text(CAPACITY + 1)
+    graph = model.export("cpu_managed", capacity=CAPACITY, residual="compensated")
+    assert graph.record["sums"] == 4
+    found = observe(graph.engine, graph.host(), trace, ["forced"])
+    assert max(worst(found, trace, "forced")) < TOLERANCE
+    plain = model.export("cpu_managed", capacity=CAPACITY)
+    # Nobody reads the stream between the sums of a parallel block.
+    assert plain.record["sums"] == 0
+    assert graph.record["nodes"] - plain.record["nodes"] == (10 if family in PARALLEL else 12)
 
 
 @pytest.mark.parametrize("family", sorted(SLIDING))

@@ -4,13 +4,11 @@ import dataclasses
 import re
 
 import families
-import onnx
 import pytest
 import torch
-from kvgate.export import equality, load, norms, prepare, probe, residual, surgery, survey
+from kvgate.export import equality, load, norms, prepare, probe, surgery, survey
 from kvgate.export.seams import Step
 from kvgate.record import Blocked
-from onnx import TensorProto, helper
 
 
 @pytest.fixture(autouse=True)
@@ -189,20 +187,3 @@ def test_windows_are_read_off_the_predicate(window):
 def test_other_masks_are_refused(mask):
     with pytest.raises(survey.Unsupported, match="neither causal nor a sliding window"):
         survey.window(mask)
-
-
-def parallel(order: list[tuple[str, str, str]]) -> onnx.ModelProto:
-    """Sums of two products and a residual, in the given order of (left, right, out)."""
-    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, 4]) for n in ("r", "out")]
-    weights = [helper.make_tensor(n, TensorProto.FLOAT, [4, 4], [1.0] * 16) for n in ("w", "u")]
-    nodes = [helper.make_node("MatMul", ["r", w], [f"{w}x"]) for w in ("w", "u")]
-    nodes += [helper.make_node("Add", [a, b], [c]) for a, b, c in order]
-    return helper.make_model(helper.make_graph(nodes, "g", values[:1], values[1:], weights))
-
-
-def test_parallel_sums_take_the_residual_first():
-    changed = parallel([("ux", "wx", "s"), ("s", "r", "out")])
-    assert residual.reorder(changed) == 1
-    assert [list(n.input) for n in changed.graph.node if n.op_type == "Add"] == [["r", "wx"], ["s", "ux"]]
-    kept = parallel([("r", "wx", "s"), ("s", "ux", "out")])
-    assert residual.reorder(kept) == 0

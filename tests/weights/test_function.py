@@ -31,6 +31,7 @@ class Prepared:
         *steps: str,
         module: str = "cpu_managed",
         form: str = "recipe",
+        residual: str = "plain",
         size: families.Size = families.TINY,
         entry: dict[str, Any] | None = None,
         **options: Any,
@@ -49,7 +50,7 @@ class Prepared:
         record.write(made.record, self.body)
         self.folder = made.folder
         strategy = {"module": module, "capacity": TOKENS, "form": "recipe"}
-        strategy |= {"layout": "channels", "rank": 4, "packing": "apart"}
+        strategy |= {"layout": "channels", "rank": 4, "packing": "apart", "residual": residual}
         inputs = {"fetch": inputs["fetch"], "prepare": made.record}
         exported = self.job("export", {"strategy": "s"}, {"strategy": strategy}, inputs)
         record.write(exported.record, export.run(exported) | {"status": "ok"})

@@ -79,6 +79,7 @@ class Contract:
     inputs: Tuple[Tensor, ...]
     outputs: Tuple[Tensor, ...]
     host_sha256: str  # of host.npz
+    shift: int = 0  # what the host adds to the graph's logits, which stand around 0 to be fine in float16
     version: int = 1
 
     def to_json(self) -> str:

@@ -18,7 +18,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "trace": (*_HUGGING_FACE, "Jinja2"),
     "prepare": _HUGGING_FACE,
     "export": ("torch", "transformers", "numpy", "onnx", "onnxscript", "onnx_ir"),
-    "check": ("onnxruntime", "numpy"),
+    "check": ("onnxruntime", "onnx", "numpy"),
     "build": ("rknn-toolkit2", "onnx", "onnxruntime", "numpy", "scipy", "protobuf"),
     "probe": ("rknn-toolkit2", "onnx", "numpy"),
     "selftest": ("numpy",),

@@ -21,6 +21,11 @@ class Reference:
     keys: list[Tensor]  # per layer [T, Hk or Hq, D]
     values: list[Tensor]
 
+    @property
+    def top(self) -> int:
+        """About how large the largest logit is. Of random tokens it is what it is of texts, within a few units."""
+        return round(self.logits.max(-1).values.mean().item())
+
 
 def reference(model: nn.Module, positions: Tensor | None) -> Reference:
     """Run the untouched model on random tokens in one call, its own masks and angles."""

@@ -44,7 +44,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
             error = equality.error(changed, spec, step, known)
             print(f"recipe: error {error:.1e} against the untouched model", file=sys.stderr)
             if error <= equality.TOLERANCE:
-                return Prepared(spec, changed, error, embedding, found.position_table)
+                return Prepared(replace(spec, top=known.top), changed, error, embedding, found.position_table)
             reason = f"the recipe differs from the model by {error:.1e}"
         except Exception as why:
             reason = _line(why)
@@ -57,7 +57,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     if not error <= equality.TOLERANCE:
         text = f"the exported form differs from the model by {error:.1e}, allowed: {equality.TOLERANCE:.0e}"
         raise blocked("differs", text)
-    return Prepared(spec, model, error, embedding, found.position_table)
+    return Prepared(replace(spec, top=known.top), model, error, embedding, found.position_table)
 
 
 def _line(why: Exception) -> str:

@@ -5,12 +5,15 @@ import io
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from torch import Tensor
 
+from kvgate.contract import LOGITS
 from kvgate.export import residual
 from kvgate.export.decoder import Decoder, example
 
@@ -18,12 +21,24 @@ OPSET = 17  # the compiler takes at most 19
 NAME_LIMIT = 127  # characters: longer tensor names fail the build
 
 
+@dataclass(frozen=True)
+class Graph:
+    model: onnx.ModelProto
+    sums: int  # of the residual stream that keep what they lose; 0: as the model has them
+    shift: int  # Contract.shift
+
+
 def export(
-    decoder: Decoder, index: Mapping[str, Any], location: str, sums: Mapping[str, int] | None = None
-) -> onnx.ModelProto:
-    """The graph. index: blob.write's, of the tensors' names in `decoder.model`. location: the weights file's name.
+    decoder: Decoder,
+    index: Mapping[str, Any],
+    location: str,
+    sums: Mapping[str, int] | None = None,
+    compensated: bool = False,
+) -> Graph:
+    """index: blob.write's, of the tensors' names in `decoder.model`. location: the weights file's name.
 
     sums: matrices that are the first of so many terms, `{name}.1` and on in the index: their products are added up.
+    compensated: the residual stream keeps what its sums lose (residual.compensate).
 
     Raises ValueError on a parameter that is not in the index, or a name that the compiler would refuse.
     """
@@ -35,9 +50,11 @@ def export(
     for name, terms in (sums or {}).items():
         _add_terms(model, f"model.{name}", [f"{name}.{n}" for n in range(1, terms)], index, location)
     residual.reorder(model)
+    kept = residual.compensate(model) if compensated else 0
+    shift = _shift_logits(model, decoder.spec.top)
     _clean(model)
     _check_names(model)
-    return model
+    return Graph(model, kept, shift)
 
 
 def _trace(decoder: Decoder, folding: bool) -> onnx.ModelProto:
@@ -103,6 +120,30 @@ def _add_terms(model: onnx.ModelProto, name: str, terms: list[str], index: Mappi
         total = new
     del model.graph.node[:]
     model.graph.node.extend([*nodes[: at + 1], *added, *nodes[at + 1 :]])
+
+
+def _shift_logits(model: onnx.ModelProto, by: int) -> int:
+    """The largest logits around 0, where float16 is fine: as a bias of the head, which is added before the rounding.
+
+    From 16 to 32 float16 is a grid of 1/64, on which tokens tie that the model tells apart. Returns the shift, which
+    the host adds (Contract.shift); 0 where the logits are not the head's own product.
+    """
+    graph = model.graph
+    constants = {x.name: x for x in graph.initializer}
+    made = {out: node for node in graph.node for out in node.output}
+    product = made[LOGITS]
+    while product.op_type == "Add" and not set(product.input) & set(constants):
+        product = made[product.input[0]]  # a sum of products: the shift goes into the first one
+    head = constants.get(product.input[1]) if product.op_type == "MatMul" else None
+    if head is None or not by:
+        return 0
+    shifted, plain = product.output[0], f"{LOGITS}.product"
+    product.output[0] = plain
+    shift = onnx.numpy_helper.from_array(np.full(head.dims[1], -by, np.float32), f"{LOGITS}.shift")
+    graph.initializer.append(shift)
+    add = onnx.helper.make_node("Add", [plain, shift.name], [shifted], name=f"{LOGITS}.shifted")
+    graph.node.insert(list(graph.node).index(product) + 1, add)
+    return by
 
 
 def _clean(model: onnx.ModelProto) -> None:

@@ -63,6 +63,7 @@ class Spec:
     rotations: tuple[Rotation, ...]
     layers: tuple[Layer, ...]
     norms: tuple[Norm, ...] = ()
+    top: int = 0  # about how large the largest logit is
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,18 +1,20 @@
 """check: is the graph the model? Every program in ONNX Runtime against the trace, before anything is compiled.
 
 Where a preparation has moved weights on purpose the trace's differences are recorded, and the graph is held to the
-moved weights' own logits instead. Reads the graph's files beside its record, and the traces. Writes
-observations/{program}.npz (the rows of platform `host` are verified from them) and check.json.
+moved weights' own logits instead. Of other graphs it says what float16 itself costs: the errors of an ideal float16
+run. Reads the graph's files beside its record, and the traces. Writes observations/{program}.npz (the rows of platform
+`host` are verified from them) and check.json.
 """
 
 import io
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvgate import compare, hosts, metrics, record
+from kvgate import compare, hosts, ideal, metrics, record
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
 from kvgate.job import Job
@@ -49,7 +51,26 @@ def run(job: Job) -> dict[str, Any]:
         raise record.Blocked(
             f"the graph differs from the model: {findings[0]['text']}", findings, programs=programs, files=files
         )
-    return {"programs": programs, "limit": LIMIT, "files": files}
+    float16 = None if moved or contract.form == "exporter" else _float16(job, contract, host)
+    return {"programs": programs, "limit": LIMIT, "float16": float16, "files": files}
+
+
+def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]:
+    """The worst K/V delta and centred logits error of an ideal float16 run, over the programs' forced histories; the
+    isolated ones where a program has no other."""
+    graph = job.inputs["export"].with_name("model.onnx")
+    ideally = ideal.written(graph, job.folder / "ideal")
+    engine = Engine(ideally, contract)
+    shutil.rmtree(ideally.parent)
+    found: dict[str, list[float | None]] = {"kv_l2": [], "logits_l2": []}
+    for name, program in job.config["programs"].items():
+        trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        history = "isolated" if program["histories"] == ["isolated"] else "forced"
+        seen = observe(engine, host, trace, [history], job.config["isolated"], _say(f"float16 {name}"))
+        figures = compare.compare(contract, trace, seen)[0]["histories"][history]
+        found["kv_l2"].append(figures["kv"]["worst"]["value"])
+        found["logits_l2"].append(figures["logits"]["centred"]["worst"]["value"])
+    return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
 
 
 def _moved(engine: Engine, host: Any, path: Path) -> list[dict[str, Any]]:

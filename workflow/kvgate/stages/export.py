@@ -36,14 +36,16 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     made = decoder.Decoder(load.shell(job.inputs["fetch"].parent), spec, contract, tensors)
     surgery.fill(made.model, tensors)
     host_digest = _host(job, made, source)
-    contract = replace(contract, host_sha256=host_digest)
     try:
-        graph = proto.export(made, prepared["tensors"], "weights.bin", prepared["sums"])
+        graph = proto.export(
+            made, prepared["tensors"], "weights.bin", prepared["sums"], strategy["residual"] == "compensated"
+        )
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise blocked("exporter", text) from why
+    contract = replace(contract, host_sha256=host_digest, shift=graph.shift)
     record.link(source / "weights.bin", job.folder / "weights.bin")
-    record.write_bytes(job.folder / "model.onnx", graph.SerializeToString(deterministic=True))
+    record.write_bytes(job.folder / "model.onnx", graph.model.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
     names = ["model.onnx", "contract.json"]
     if "moved.npz" in prepared["files"]:
@@ -55,10 +57,11 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "reason": spec.reason,
         "contract": contract.digest,
         "opset": proto.OPSET,
-        "nodes": len(graph.graph.node),
+        "nodes": len(graph.model.graph.node),
         "vocabulary": spec.vocabulary,
         "hidden": spec.hidden,
         "layers": len(spec.layers),
+        "sums": graph.sums,
         "parameter_bytes": prepared["parameter_bytes"],
         "kept": prepared["kept"],
         "history_bytes": contract.history_bytes(),

@@ -134,7 +134,7 @@ class Host:
         logits = next(outputs[t.name] for t in self.contract.outputs if t.role == c.LOGITS)
         keys = [self._changed("inverse.key", i, k) for i, (k, _) in enumerate(taken)]
         values = [self._changed("inverse.value", i, v) for i, (_, v) in enumerate(taken)]
-        return Step(np.array(logits).reshape(-1), keys, values, disturbed)
+        return Step(np.asarray(logits).reshape(-1) + np.float32(self.contract.shift), keys, values, disturbed)
 
     def _changed(self, table: str, layer: int, rows: Array) -> Array:
         """[.., Hk, D] rows in another basis, where the preparation of the weights changed it."""
