@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import yaml
+from kvgate import behaviour, record
 from kvgate import contract as c
-from kvgate import record
 from kvgate.job import Job, record_path
 from kvgate.observe import Trace
 from kvgate.stages import judge, tabulate, verify
@@ -85,11 +85,8 @@ class Results:
         self.root, self.row = root, row or ROW
         self.names = self.row | {"part": "decode"}
         self.programs: dict[str, dict[str, list[str]]] = {}
-        self.write("fetch", {"status": "ok"})
-        self.write("export", {"status": "ok"})
         facts = {"logits_l2": 2e-6, "kv_l2": 1e-6, "disturbed": 0.0, "steps": 27, "top1": 27}
         self.write("check", {"status": "ok", "findings": [], "programs": {"capital": facts}})
-        self.write("build", BUILD)
         self.contract(contract())
         identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": self.row["quant"]}}}
         record.write(self.path("build").with_name("contract.json"), {"identity": identity})
@@ -98,12 +95,19 @@ class Results:
         np.savez(self.path("export").with_name("host.npz"), embedding=np.ones((VOCABULARY, 4), np.float32))
         for name in ("tokenizer.json", "model.safetensors"):
             record.write_bytes(self.path("fetch").with_name(name), name.encode())
+        self.listed("fetch", {"status": "ok"}, "tokenizer.json", "model.safetensors")
+        self.listed("export", {"status": "ok"}, "model.onnx", "contract.json", "host.npz")
+        self.listed("build", BUILD, "model.rknn", "contract.json")
 
     def path(self, stage: str, **names: str) -> Path:
         return self.root / record_path(stage, self.names | names)
 
     def write(self, stage: str, body: dict[str, Any], **names: str) -> None:
         record.write(self.path(stage, **names), body)
+
+    def listed(self, stage: str, body: dict[str, Any], *names: str) -> None:
+        """Write a record that lists the files beside it."""
+        self.write(stage, body | {"files": {x: record.sha256(self.path(stage).with_name(x)) for x in names}})
 
     def contract(self, made: c.Contract) -> None:
         record.write_bytes(self.path("export").with_name("contract.json"), made.to_json().encode())
@@ -147,8 +151,10 @@ def judged(root: Path, change: Any = None, of: Trace | None = None, build: dict[
     return results.judge()
 
 
-def tabulated(root: Path, rows: list[dict[str, str]], sweep: str = "default") -> dict[str, Any]:
+def tabulated(
+    root: Path, rows: list[dict[str, str]], sweep: str = "default", bundle: tuple[str, ...] = behaviour.SHIPS
+) -> dict[str, Any]:
     inputs = {f"judge.{n}": root / record_path("judge", row) for n, row in enumerate(rows)}
-    config = {"rows": [list(row.values()) for row in rows], "store_gb": 1}
+    config = {"rows": [list(row.values()) for row in rows], "store_gb": 1, "bundle": bundle}
     job = Job("tabulate", {"sweep": sweep}, config, inputs, root)
     return tabulate.run(job)

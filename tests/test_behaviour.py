@@ -43,3 +43,32 @@ def test_the_limits(one, behaves):
 
 def test_no_text_no_behaviour():
     assert measure() is None
+
+
+def verdict(word="fail", behaves=True, **gates):
+    """A verdict with these gates beside a K/V gate that broke."""
+    found = [{"name": name, "verdict": how} for name, how in {"kv_l2": "fail", **gates}.items()]
+    return {"verdict": word, "gates": found, "figures": {"behaviour": {"behaves": behaves}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "ships"),
+    [
+        (verdict("pass"), "pass"),
+        (verdict("warn"), "warn"),
+        (verdict(tokens="pass"), "behaves"),
+        (verdict(tokens="warn"), "behaves"),  # left at a near tie
+        (verdict(), "behaves"),  # no free run: the texts alone
+        (verdict(tokens="pass", logits_l2="fail", top1="fail", disturbed="fail"), "behaves"),
+        (verdict(tokens="fail"), ""),
+        (verdict(nan="fail"), ""),
+        (verdict(permuted="fail"), ""),
+        (verdict(selftest="fail"), ""),
+        (verdict(run="fail"), ""),
+        (verdict(behaves=False, tokens="pass"), ""),
+        (verdict("fail") | {"figures": {"behaviour": None}}, ""),
+        ({"verdict": "blocked", "gates": [], "figures": {}}, ""),
+    ],
+)
+def test_as_what_a_row_ships(row, ships):
+    assert behaviour.ships(row) == ships

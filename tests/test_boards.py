@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import synthetic
-from kvgate import boards, record, table
+from kvgate import boards, columns, record, ship, table
 from kvgate.job import Job
 from kvgate.stages import judge
 
@@ -49,7 +49,7 @@ def test_a_right_board_passes_with_its_times(tmp_path):
     figures = verdict["figures"]
     assert (figures["total_ms"], figures["tokens_per_second"], figures["npu_ms"]) == (50.0, 20.0, None)
     assert (figures["simulator_verdict"], figures["clock_state"]) == ("warn", "npu 950 MHz performance")
-    assert table.cells(verdict, ["total_ms", "simulator", "npu_ms"], people=True) == ["50.00", "warn", ""]
+    assert columns.cells(verdict, ["total_ms", "simulator", "npu_ms"], people=True) == ["50.00", "warn", ""]
     assert "ms a token" in table.compact([verdict])
 
 
@@ -96,9 +96,9 @@ def test_times_are_compared_within_one_clock_state(tmp_path):
         return verdict
 
     fast, slow = row(10.0, 200, "pinned"), row(20.0, 100, "pinned")
-    assert table.best_row([slow, fast]) is fast
+    assert ship.best_row([slow, fast]) is fast
     fast["figures"]["clock_state"] = "ondemand"
-    assert table.best_row([slow, fast]) is slow  # the fewest predicted cycles
+    assert ship.best_row([slow, fast]) is slow  # the fewest predicted cycles
 
 
 def test_predicted_cycles_beside_measured_time():

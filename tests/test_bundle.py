@@ -6,12 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+from copy import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinyrow
-from kvgate import bundle, record
+from kvgate import bundle, bundle_copy, record
 from kvgate.bundle import half
 from tinyrow import CHIP, HOST, generate
 
@@ -57,8 +58,35 @@ def test_a_chip_s_bundle(rows, chip):
     text = (chip / "README.md").read_text()
     for part in ("**pass** in the toolkit's simulator", "36.4", "270.0", "1/1", "F1 a risk", "context, tokens | 48"):
         assert part in text, part
-    assert f"results/{rows.graph.relative_to(rows.results)}" in text
+    assert "Red by the gates" not in text
     assert str(rows.results) not in text
+    assert (facts["verdict"], facts["ships"]) == ("pass", "pass")
+    assert (chip / facts["graph"]).samefile(rows.graph) and not Path(facts["graph"]).is_absolute()
+
+
+def test_only_what_is_large_and_made_here_is_linked(rows):
+    """A checkpoint's files may be the user's own, by a hard link."""
+    chip, host = rows.tabulated(rows.judged(CHIP), rows.judged(HOST), sweep="linked")["bundles"]
+    for folder, large in ((chip, {"model.rknn"}), (host, {"model.onnx", "weights.bin"})):
+        linked = {x.name for x in (rows.results / folder).rglob("*") if x.is_file() and x.stat().st_nlink > 1}
+        assert linked - {"host.npz"} == large  # the tables are another bundle's
+
+
+def test_a_row_that_behaves_says_so_in_its_name_first_lines_and_facts(rows):
+    verdict = rows.judged(CHIP)
+    body = record.read(verdict)
+    gate = body["gates"][0] | {"name": "kv_l2", "verdict": "fail", "text": "K/V delta 1.20 %"}
+    figures = body["figures"] | {"behaviour": {"behaves": True, "ratio": 1.02, "top1": 0.96}}
+    red = {"verdict": "fail", "reason": "K/V delta 1.20 %", "gates": [*body["gates"], gate], "figures": figures}
+    record.write(verdict, body | red)
+    (folder,) = rows.tabulated(verdict, sweep="red")["bundles"]
+    assert folder.endswith("/fp16/simulator-behaves")
+    lines = (rows.results / folder / "README.md").read_text().splitlines()
+    assert lines[2].startswith("**Red by the gates, behaves** in the toolkit's simulator, which is no board: ")
+    assert "1.020 times" in lines[3] and "96.00 %" in lines[3] and "but for near ties" in lines[3]
+    assert lines[4] == "By the gates it is **fail**: K/V delta 1.20 %."
+    facts = record.read(rows.results / folder / "bundle.json")
+    assert (facts["verdict"], facts["ships"]) == ("fail", "behaves")
 
 
 def test_a_bundle_of_onnxruntime(host):
@@ -98,11 +126,11 @@ def test_what_was_changed_is_made_again(rows, name):
 
 
 def test_a_killed_job_s_leftovers_go(rows, host):
-    for name in (".onnxruntime.part", ".onnxruntime.old", "gone"):
+    for name in (".onnxruntime-pass.part", ".onnxruntime-pass.old", "onnxruntime", "onnxruntime-warn"):
         (host.parent / name / "kvgate").mkdir(parents=True)
         (host.parent / name / "kvgate/x.py").touch()
     rows.bundle(HOST)
-    assert [x.name for x in host.parent.iterdir()] == ["onnxruntime"]
+    assert [x.name for x in host.parent.iterdir()] == ["onnxruntime-pass"]
 
 
 def test_a_row_that_no_longer_passes_loses_its_bundle(rows):
@@ -112,20 +140,75 @@ def test_a_row_that_no_longer_passes_loses_its_bundle(rows):
     # The tables are the same graph's: on disk once.
     one, two = (rows.results / x / "host.npz" for x in body["bundles"])
     assert one.samefile(two)
+    record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "warn"})
+    assert [x.rpartition("/")[2] for x in rows.tabulated(*verdicts, sweep="two")["bundles"]] == [
+        "onnxruntime-pass",
+        "simulator-warn",
+    ]
     record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "fail"})
     left = rows.tabulated(*verdicts, sweep="two")["bundles"]
-    assert left == [x for x in body["bundles"] if "/host/" in x]
-    assert [
-        str(x.parent.relative_to(rows.results)) for x in (rows.results / "bundles/two").rglob("bundle.json")
-    ] == left
+    assert list(left) == [x for x in body["bundles"] if "/host/" in x]
+    there = (rows.results / "bundles/two").rglob("bundle.json")
+    assert [str(x.parent.relative_to(rows.results)) for x in there] == list(left)
 
 
-def test_a_file_that_is_gone_is_an_error_and_leaves_no_half_bundle(rows):
-    verdict = rows.judged(CHIP)
-    rows.job("build", {}, [], **CHIP).folder.joinpath("model.rknn").unlink()
-    with pytest.raises(FileNotFoundError):
-        rows.tabulated(verdict, sweep="three")
-    assert not [x for x in (rows.results / "bundles/three").rglob("*") if x.is_file()]
+@pytest.mark.parametrize("name", ["model.rknn", "contract.json", "host.npz", "tokenizer.json", "graph_contract.json"])
+@pytest.mark.parametrize("change", ["gone", "edited"])
+def test_a_file_that_is_not_its_stage_s_is_one_line_and_no_bundle(rows, tmp_path, name, change):
+    results = tmp_path / "results"
+    shutil.copytree(rows.results, results, ignore=shutil.ignore_patterns("bundles"))
+    other = copy(rows)
+    other.results = results
+    verdict = other.judged(CHIP)
+    stage = {"host.npz": "export", "graph_contract.json": "export", "tokenizer.json": "fetch"}.get(name, "build")
+    file = other.job(stage, {}, [], **CHIP).folder / name.removeprefix("graph_")
+    file.write_bytes(file.read_bytes() + b" ") if change == "edited" else file.unlink()
+    body = other.tabulated(verdict)
+    said = "is not what its stage wrote; `python -m kvgate audit " if change == "edited" else "is gone; run again"
+    ((row, why),) = body["refused"].items()
+    assert row.endswith("/fp16/simulator-pass") and body["bundles"] == {} and body["again"]
+    assert why.startswith(f"{file.relative_to(results)} {said}")
+    assert f"no bundle of tiny {rows.strategy} fp16 rk3576 (simulator): {why}" in body["announce"]
+    assert not [x for x in results.glob("bundles/**/*") if x.is_file()]
+
+
+def test_what_was_edited_deleted_or_cut_is_told(rows, host):
+    (folder,), sha = [str(host.relative_to(rows.results))], record.sha256(host / "SHA256SUMS")
+    known = {folder: sha}
+    assert bundle.broken(rows.results, known) == []
+    assert bundle.broken(rows.results, {folder: "0" * 64}) == [folder]
+    for name in ("README.md", "kvgate/contract.py", "bundle.json", "SHA256SUMS", "verdict.json"):
+        kept = (host / name).read_bytes()
+        (host / name).write_bytes(kept[:-2] + b"x\n")
+        assert bundle.broken(rows.results, known) == [folder], name
+        (host / name).unlink()
+        assert bundle.broken(rows.results, known) == [folder], name
+        (host / name).write_bytes(kept)
+    assert bundle.broken(rows.results, known) == []
+    shutil.rmtree(host)
+    assert bundle.broken(rows.results, known) == [folder]
+
+
+def test_large_files_are_compared_by_size(rows, host, monkeypatch):
+    monkeypatch.setattr(bundle, "_SMALL", 0)
+    known = {str(host.relative_to(rows.results)): record.sha256(host / "SHA256SUMS")}
+    kept = (host / "host.npz").read_bytes()
+    (host / "host.npz").unlink()
+    (host / "host.npz").write_bytes(kept[:-1])
+    assert bundle.broken(rows.results, known) == list(known)
+    (host / "host.npz").write_bytes(kept)
+    assert bundle.broken(rows.results, known) == []
+
+
+def test_tables_that_moved_to_another_row_are_not_taken_from_where_they_lay(rows, tmp_path):
+    """Two rows swap their graphs: each bundle has the tables of its own."""
+    one, two = rows.bundle(HOST), tmp_path / "other"
+    made = bundle.Made(tables={"x": one / "host.npz"})
+    verdict = record.read(rows.judged(HOST))
+    bundle._replace(one, bundle.Row(rows.results, verdict, one), made)
+    assert "x" not in made.tables
+    bundle._replace(two, bundle.Row(rows.results, verdict, two), made)
+    assert (two / "host.npz").samefile(one / "host.npz")
 
 
 def test_what_runs_on_a_board_is_python_3_9_and_needs_numpy_alone(chip):
@@ -168,7 +251,7 @@ def test_tables_in_float16(tmp_path):
 def test_the_reference_s_tokenizer_is_taken_not_its_file(rows, monkeypatch):
     """Where transformers makes another tokenizer of the checkpoint's files, the traces are of that one."""
     folder = rows.job("fetch", {}, []).folder
-    assert (rows.bundle(HOST) / "tokenizer.json").samefile(folder / "tokenizer.json")
+    assert (rows.bundle(HOST) / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     real = bundle.tokenizer(folder)
     other = real | {"tokenizer.json": real["tokenizer.json"].replace("<|unknown|>", "<|other|>")}
     monkeypatch.setattr(bundle, "tokenizer", lambda checkpoint: other)
@@ -198,6 +281,48 @@ def test_a_chip_s_bundle_on_a_pc(rows, chip):
     ran = generate(chip, "Hi", *words)
     assert (ran.returncode, ran.stdout) == (0, rows.trace["text"] + "\n"), ran.stderr
     assert generate(chip, "-", *words, input="Hi\n\n").stdout == ran.stdout
+    assert generate(chip, "Hi", "--max-tokens", "12", "--graph", str(rows.graph)).stdout == ran.stdout
+
+
+def test_on_a_pc_without_a_word_the_graph_is_found_and_that_is_said(rows, chip):
+    ran = generate(chip, "Hi", "--max-tokens", "12")
+    assert (ran.returncode, ran.stdout) == (0, rows.trace["text"] + "\n"), ran.stderr
+    assert ran.stderr.splitlines()[0] == "this PC has no NPU: the graph runs in ONNX Runtime, not model.rknn"
+    assert ran.stderr.count("\n") == 2
+    ran = generate(chip, "Hi", "--graph", "/nowhere")
+    assert ran.returncode == 1 and "got no model.onnx in /nowhere" in ran.stderr.splitlines()[1]
+
+
+def test_a_copy_with_its_graph_runs_away_from_here(rows, chip, tmp_path, capsys):
+    kept, into = bytes_of(chip), tmp_path / "mine"
+    assert bundle_copy.main(chip, into, with_graph=True) == 0
+    assert capsys.readouterr().out.startswith(f"{into}: ")
+    assert {x.name for x in (into / "graph").iterdir()} == {"model.onnx", "weights.bin", "contract.json"}
+    assert all(x.stat().st_nlink == 1 for x in into.rglob("*") if x.is_file())
+    assert subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=into, capture_output=True).returncode == 0
+    assert bytes_of(chip) == kept
+    rest = {k: v for k, v in bytes_of(into).items() if not k.startswith("graph/")}
+    assert {k for k in kept if rest.pop(k) != kept[k]} == {"bundle.json", "SHA256SUMS"} and not rest
+    shutil.copytree(into, tmp_path / "further/away")
+    ran = generate(tmp_path / "further/away", "Hi", "--max-tokens", "12")
+    assert (ran.returncode, ran.stdout) == (0, rows.trace["text"] + "\n"), ran.stderr
+    with pytest.raises(bundle.Refused, match="exists, allowed"):
+        bundle_copy.main(chip, into, with_graph=True)
+
+
+def test_a_plain_copy_is_the_bundle_and_a_damaged_one_is_refused(rows, chip, tmp_path):
+    bundle_copy.main(chip, tmp_path / "a", with_graph=False)
+    assert bytes_of(tmp_path / "a") == bytes_of(chip)
+    shutil.copytree(chip, tmp_path / "b")
+    (tmp_path / "b/README.md").write_text("x")
+    with pytest.raises(bundle.Refused, match=r"README\.md: got another content than its checksum"):
+        bundle_copy.main(tmp_path / "b", tmp_path / "c", with_graph=False)
+    shutil.copy(chip / "README.md", tmp_path / "b/README.md")
+    with pytest.raises(bundle.Refused, match="got no graph, allowed: a bundle where it was made"):
+        bundle_copy.main(tmp_path / "b", tmp_path / "c", with_graph=True)
+    with pytest.raises(bundle.Refused, match=r"got no bundle\.json"):
+        bundle_copy.main(tmp_path, tmp_path / "c", with_graph=False)
+    assert not (tmp_path / "c").exists() and not list(tmp_path.glob(".c*"))
 
 
 LITE = """
@@ -270,12 +395,13 @@ def test_the_vendor_s_package_is_driven_as_the_agent_drives_it(rows, board, monk
     [
         ((), "rknn-toolkit-lite2: No module named 'rknnlite'"),
         (("--backend", "onnxruntime"), "got no model.onnx in"),
-        (("--graph", "/nowhere"), "--graph: got /nowhere, allowed: with --backend onnxruntime only"),
+        (("--backend", "lite", "--graph", "/nowhere"), "got /nowhere, allowed: with --backend onnxruntime only"),
         (("--bundle", "/nowhere"), "/nowhere/bundle.json: No such file"),
     ],
 )
-def test_what_cannot_be_opened_is_one_line(chip, words, line):
-    ran = generate(chip, "Hi", *words)
+def test_what_cannot_be_opened_is_one_line(chip, tmp_path, words, line):
+    shutil.copytree(chip, tmp_path / "moved")  # away from the graph
+    ran = generate(tmp_path / "moved", "Hi", *words)
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
     assert ran.stderr.startswith("generate: ") and line in ran.stderr
 

@@ -1,5 +1,6 @@
 """What a person sees of a run."""
 
+import json
 import time
 from pathlib import Path
 
@@ -40,3 +41,23 @@ def test_a_job_that_ends_counts_and_says_about_how_long_is_left(tmp_path):
 def test_a_blocked_job_says_why(tmp_path):
     job = Job("fetch", {"model": "m"}, {}, {}, tmp_path)
     assert progress.finished(job, {"status": "blocked", "reason": "corrupt"}, 1) == "fetch m: blocked: corrupt, 1 s"
+
+
+def test_a_record_whose_files_are_gone_is_to_do_with_all_that_reads_it(tmp_path):
+    plan = Plan(BASE, TINY)
+    for node in plan.nodes():
+        record.write(tmp_path / node.record, {"key": json.loads(node.key), "files": {}})
+    assert progress.stale(plan, tmp_path) == {}
+    build = plan.of_stage("build")[0]
+    record.write(tmp_path / build.record, {"key": json.loads(build.key), "files": {"model.rknn": "0"}})
+    found = progress.stale(plan, tmp_path)
+    assert [(node.stage, why) for node, why in found.values()] == [
+        ("build", ["files gone"]),
+        *((stage, ["inputs"]) for stage in ("verify", "judge", "tabulate")),
+    ]
+    assert "  judge: 1 (what it reads)" in progress.begin(plan, found, tmp_path, write=False)
+    (tmp_path / build.record).with_name("model.rknn").touch()
+    assert progress.stale(plan, tmp_path) == {}
+    table = plan.table()
+    record.write(tmp_path / table.record, {"key": json.loads(table.key), "bundles": {"bundles/tiny/x": "0"}})
+    assert [why for _, why in progress.stale(plan, tmp_path).values()] == [["bundles gone or edited"]]

@@ -117,6 +117,10 @@ BAD = {
         set_at("models/tiny/source/kind", "ftp"),
         "models.tiny.source.kind: got 'ftp', known",
     ),
+    "a row that is no kind to ship": (
+        set_at("sweep/bundle", ["fail"]),
+        'sweep.bundle[0]: got "fail", known: pass, warn, behaves',
+    ),
     "unknown program": (set_at("sweep/programs", ["nope"]), "sweep.programs[0]: got 'nope', known: "),
     "unknown key": (
         set_at("sweep/blocs", []),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
-from kvgate import bundle, record, table
+from kvgate import behaviour, bundle, record, ship, table
 from kvgate.job import record_path
 from kvgate.sweep import Row
 from kvgate.table import gate, main
@@ -78,9 +78,9 @@ def test_the_markdown_is_rounded_and_has_no_stray_bars(root):
 
 def test_green_rows_get_a_bundle(root):
     body = synthetic.tabulated(root, ROWS)
-    folder = "bundles/default/tiny/plain/cpu_managed/rk3576/{}/simulator"
-    assert body["bundles"] == [folder.format("fp16"), folder.format("w4a16")]
-    model = root / folder.format("w4a16") / "model.rknn"
+    folder = "bundles/default/tiny/plain/cpu_managed/rk3576/{}/simulator-{}"
+    assert list(body["bundles"]) == [folder.format("fp16", "pass"), folder.format("w4a16", "warn")]
+    model = root / folder.format("w4a16", "warn") / "model.rknn"
     assert model.read_text() == "artifact w4a16" and model.stat().st_nlink == 2
 
 
@@ -91,26 +91,48 @@ def test_a_row_that_turns_red_loses_its_bundle_and_other_sweeps_stay(root):
     body = synthetic.tabulated(root, ROWS)
     assert [Path(x).parts[-2] for x in body["bundles"]] == ["w4a16"]
     assert [p.name for p in (root / "bundles/default/tiny/plain/cpu_managed/rk3576").iterdir()] == ["w4a16"]
-    assert (root / "bundles/other/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").exists()
+    assert (root / "bundles/other/tiny/plain/cpu_managed/rk3576/fp16/simulator-pass/model.rknn").exists()
+
+
+def test_the_sweep_says_which_rows_get_one(root):
+    assert [Path(x).name for x in synthetic.tabulated(root, ROWS, bundle=("warn",))["bundles"]] == ["simulator-warn"]
+    body = synthetic.tabulated(root, ROWS, bundle=("behaves",))
+    assert body["bundles"] == {} and not (root / "bundles/default/tiny").exists()
+    assert "nothing to ship of tiny on rk3576: no row is behaves; closest: " in body["announce"]
+    assert "on rk3576: sweep.bundle is []" in synthetic.tabulated(root, ROWS, bundle=())["announce"]
 
 
 def test_a_rebuilt_artifact_replaces_the_link(root):
     synthetic.tabulated(root, ROWS)
     built = root / record_path("build", ROWS[0] | {"part": "decode"})
     record.write_bytes(built.with_name("model.rknn"), b"new")
+    files = {x: record.sha256(built.with_name(x)) for x in ("model.rknn", "contract.json")}
+    record.write(built, record.read(built) | {"files": files})
     synthetic.tabulated(root, ROWS)
-    assert (root / "bundles/default/tiny/plain/cpu_managed/rk3576/fp16/simulator/model.rknn").read_bytes() == b"new"
+    folder = root / "bundles/default/tiny/plain/cpu_managed/rk3576/fp16/simulator-pass"
+    assert (folder / "model.rknn").read_bytes() == b"new"
 
 
-def test_a_row_of_onnxruntime_has_a_bundle_and_no_artifact_to_ship(tmp_path):
-    row = synthetic.ROW | {"platform": "host", "quant": "fp32", "backend": "onnxruntime"}
-    results = synthetic.Results(tmp_path, row)
-    results.verify("capital", OF, synthetic.observation(OF))
-    results.write("build", {"status": "ok"})
-    assert results.judge()["verdict"] == "pass"
-    body = synthetic.tabulated(tmp_path, [row])
-    assert body["bundles"] == ["bundles/default/tiny/plain/cpu_managed/host/fp32/onnxruntime"]
-    assert "nothing to ship" in body["announce"]
+def test_rows_of_onnxruntime_have_bundles_and_are_named_one_by_one(tmp_path):
+    rows = [
+        synthetic.ROW | {"platform": "host", "quant": "fp32", "backend": "onnxruntime", "strategy": x}
+        for x in ("cpu_managed", "fixed_max_blend", "dynamic_concat")
+    ]
+    for row in rows:
+        results = synthetic.Results(tmp_path, row)
+        results.verify("capital", OF, synthetic.observation(OF))
+        results.write("build", {"status": "ok"})
+        assert results.judge()["verdict"] == "pass"
+    body = synthetic.tabulated(tmp_path, rows)
+    folders = [f"bundles/default/tiny/plain/{row['strategy']}/host/fp32/onnxruntime-pass" for row in rows]
+    assert list(body["bundles"]) == folders
+    said = body["announce"].splitlines()[-4:]
+    what = "fp32 host (onnxruntime), the graph in ONNX Runtime, no NPU"
+    place = f"{tmp_path.name}/bundles"
+    assert said[0] == f"ship (pass): tiny cpu_managed {what}: {place}{folders[0].removeprefix('bundles')}"
+    assert said[1].endswith(f'{folders[0]}/generate.py "What is the capital of France?"')
+    assert said[2] == f"  also (pass): tiny fixed_max_blend {what}: {place}{folders[1].removeprefix('bundles')}"
+    assert said[3].endswith(folders[2])
 
 
 def test_equal_work_gives_equal_bytes_wherever_it_lies(root, tmp_path_factory):
@@ -122,43 +144,60 @@ def test_equal_work_gives_equal_bytes_wherever_it_lies(root, tmp_path_factory):
 
 
 def test_the_end_says_where_to_look_and_what_to_ship(root, capsys):
-    assert main(root, "default", rows()) == 0
+    assert main(root, "default", rows(), behaviour.SHIPS) == 0
     out = capsys.readouterr().out
     assert "1 pass, 1 warn, 1 fail, 1 blocked" in out
     assert f"see {root}/models/tiny/rows/plain/cpu_managed/rk3576/w8a8/simulator/verdict.json" in out
-    assert f"ship (pass): {root}/bundles/default/tiny/plain/cpu_managed/rk3576/fp16/simulator" in out
     assert out.splitlines()[0] == "tiny plain rk3576 simulator"
-    assert synthetic.tabulated(root, ROWS)["announce"].count("\n") > 5
+    assert out.splitlines()[-1] == "2 bundles of tiny on rk3576 are gone: a plain run makes them again"
+    said = synthetic.tabulated(root, ROWS)["announce"].splitlines()
+    place, ask = f"{root.name}/bundles/default/tiny/plain/cpu_managed/rk3576", '"What is the capital of France?"'
+    assert said[-4] == f"ship (pass): tiny cpu_managed fp16 rk3576 (simulator), 278.0 MiB: {place}/fp16/simulator-pass"
+    assert said[-3].startswith("  on this PC: ") and said[-3].endswith(
+        f" {place}/fp16/simulator-pass/generate.py {ask}"
+    )
+    assert said[-2] == f"  on a board (rk3576): copy that folder, then in it: python3 generate.py {ask}"
+    what = "tiny cpu_managed w4a16 rk3576 (simulator), 278.0 MiB"
+    assert said[-1] == f"  also (warn): {what}: {place}/w4a16/simulator-warn"
+    assert main(root, "default", rows(), behaviour.SHIPS) == 0
+    assert [x.replace(str(root), root.name) for x in capsys.readouterr().out.splitlines()[-4:]] == said[-4:]
 
 
 def test_the_table_shows_what_there_is(root, capsys):
     (root / record_path("judge", ROWS[2])).unlink()
-    main(root, "default", rows())
+    main(root, "default", rows(), behaviour.SHIPS)
     out = capsys.readouterr().out
     assert "1 pass, 1 warn, 0 fail, 1 blocked, 1 not there yet" in out
     assert "w8a8" not in out
-    assert main(root / "none", "default", rows()) == 1
+    assert main(root / "none", "default", rows(), behaviour.SHIPS) == 1
     assert "no row is finished yet, 4 planned" in capsys.readouterr().err
 
 
-def test_the_best_row_is_green_then_cheap():
-    def verdict(name, cycles, file=1):
-        return {"verdict": name, "figures": {"cycles": cycles, "traffic_bytes": 1, "artifact_bytes": file}}
+def test_the_best_row_is_green_then_small_then_cheap():
+    def best(*verdicts):
+        return ship.best_row(verdicts)
 
-    assert table.best_row([verdict("warn", 1), verdict("pass", 9), verdict("pass", 8)])["figures"]["cycles"] == 8
-    assert table.best_row([verdict("warn", 3), verdict("fail", 1)])["verdict"] == "warn"
-    assert table.best_row([verdict("fail", 1), verdict("pass", 1, None)]) is None
+    cheap, small = made(verdict="pass", size=9, cycles=1), made(verdict="pass", size=8, cycles=9)
+    assert best(cheap, small) is small
+    assert best(made(verdict="pass", size=8, cycles=10), small) is small
+    assert best(made(verdict="warn"), cheap) is cheap
+    assert best(made(), warn := made(verdict="warn", size=9)) is warn
+    assert best(made(behaves=False), red := made(size=9)) is red
+    assert best(made(behaves=False), made(verdict="blocked")) is None
 
 
 def test_where_nothing_ships_the_closest_row_is_named(root):
+    def said(these):
+        shelf = ship.Shelf(Path("results/bundles/s"), behaviour.SHIPS, ())
+        return table.summary(root, table.load(root, these), len(these), shelf)
+
     red = [row for row in ROWS if row["quant"] in ("w8a8", "broken")]
-    said = table.summary(root, "default", table.load(root, red), 2)
     assert (
-        "nothing to ship of tiny on rk3576: no row with an artifact passes; "
+        "nothing to ship of tiny on rk3576: no row is pass or warn or behaves; "
         "closest: tiny cpu_managed w8a8 rk3576 (simulator), logits off by at most 0"
-    ) in said
-    assert "closest" not in table.summary(root, "default", table.load(root, ROWS), 4)
-    assert table.summary(root, "default", table.load(root, red[1:]), 1).endswith("no row with an artifact passes")
+    ) in said(red)
+    assert "closest" not in said(ROWS)
+    assert said(red[1:]).endswith("no row is pass or warn or behaves")
 
 
 def made(
@@ -167,12 +206,16 @@ def made(
     row = synthetic.ROW | {"model": model, "weights": weights, "quant": quant, "platform": platform}
     figures = {"behaviour": {"behaves": behaves, "ratio": 1.02, "top1": 0.96}, "logits_worst": None}
     figures |= {"artifact_bytes": size * 2**20, "cycles": cycles * 10**6, "traffic_bytes": 1, "total_ms": None}
-    return {"row": row, "verdict": verdict, "reason": "off", "figures": figures, "findings": []}
+    gates = [{"name": "tokens", "verdict": "warn"}, {"name": "kv_l2", "verdict": verdict}]
+    return {"row": row, "verdict": verdict, "reason": "off", "gates": gates, "figures": figures, "findings": []}
 
 
-def of_models(*verdicts):
-    """The summary's lines after the counts and the first red row."""
-    lines = table.summary(Path("results"), "s", verdicts, len(verdicts)).splitlines()
+def of_models(*verdicts, wanted=behaviour.SHIPS, refused=None):
+    """The summary's lines after the counts and the first red row; all bundles that are not refused are there."""
+    refused = refused or {}
+    there = {ship.folder(v, wanted) for v in verdicts} - refused.keys()
+    shelf = ship.Shelf(Path("results/bundles/s"), wanted, there, refused)
+    lines = table.summary(Path("results"), verdicts, len(verdicts), shelf).splitlines()
     return [x for x in lines[1:] if "red row" not in x and not x.startswith("  see")]
 
 
@@ -184,21 +227,49 @@ def test_the_smallest_and_the_fastest_that_behave_are_named_whatever_the_gates()
         made(size=4, cycles=9),
     )
     end = "(fail): perplexity x 1.020, top-1 96.00 %"
-    assert said[1:] == [
+    assert said[:2] == [
         f"smallest of tiny on rk3576 that behaves: split_g32 cpu_managed w4a16 {end}, 2.0 MiB, 9.0 Mcycles",
         f"fastest predicted of tiny on rk3576 that behaves: int8 cpu_managed w8a8 {end}, 3.0 MiB, 5.0 Mcycles",
     ]
+    assert said[2].startswith(
+        "ship (red by the gates, behaves): tiny split_g32 cpu_managed w4a16 rk3576 (simulator), 2.0 "
+    )
+    assert said[2].endswith("/split_g32/cpu_managed/rk3576/w4a16/simulator-behaves")
 
 
-def test_every_model_and_platform_has_its_own_lines():
-    said = of_models(made(), made("large", verdict="pass"), made(platform="rk3588", behaves=False))
-    assert [x.partition(":")[0] for x in said] == [
-        "nothing to ship of tiny on rk3576",
-        "smallest and fastest predicted of tiny on rk3576 that behaves",
-        "ship (pass)",
-        "smallest and fastest predicted of large on rk3576 that behaves",
+def test_every_model_and_platform_has_its_own_lines_a_chip_s_ship_last():
+    said = of_models(
+        made(verdict="pass"),
+        made("large", verdict="pass"),
+        made(platform="rk3588", behaves=False),
+        made(platform="host"),
+    )
+    assert [x.partition(":")[0] for x in said if "that behaves:" not in x] == [
         "nothing to ship of tiny on rk3588",
+        "ship (red by the gates, behaves)",
+        "  on this PC",
+        *("ship (pass)", "  on this PC", "  on a board (rk3576)") * 2,
     ]
+    assert " host " in said[said.index(next(x for x in said if x.startswith("ship (red")))]
+
+
+def test_many_others_are_counted():
+    rows = [made(verdict="pass", size=1), *(made(quant=f"q{n}", verdict="warn") for n in range(3)), made(quant="q3")]
+    assert of_models(*rows)[-1] == "  4 more (3 warn, 1 behaves): results/bundles/s/tiny/*/*/rk3576"
+
+
+def test_a_bundle_that_could_not_be_made_is_said_and_the_next_best_row_ships():
+    rows = [made(verdict="pass"), made(quant="w8a8", verdict="warn")]
+    said = of_models(*rows, refused={ship.folder(rows[0], behaviour.SHIPS): "x is gone; run again"})
+    assert "no bundle of tiny cpu_managed fp16 rk3576 (simulator): x is gone; run again" in said
+    assert next(x for x in said if x.startswith("ship")).startswith("ship (warn): tiny cpu_managed w8a8 ")
+
+
+def test_the_interpreter_is_called_from_here_and_no_path_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for python, said in ((tmp_path / ".venv/bin/python", ".venv/bin/python"), ("/usr/bin/python3.11", "python3")):
+        monkeypatch.setattr(sys, "executable", str(python))
+        assert of_models(made(verdict="pass"))[2].startswith(f"  on this PC: {said} results/bundles/s/tiny/")
 
 
 @pytest.mark.parametrize(

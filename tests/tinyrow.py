@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs import Model
-from kvgate import record
+from kvgate import behaviour, record
 from kvgate.job import Job
 from kvgate.stages import check, judge, tabulate, verify
 from synthetic import THRESHOLDS
@@ -62,7 +62,8 @@ class Rows:
 
     def tabulated(self, *verdicts: Path, sweep: str = "s") -> dict[str, Any]:
         inputs = {f"judge.{n:05}": path for n, path in enumerate(verdicts)}
-        return tabulate.run(Job("tabulate", {"sweep": sweep}, {"rows": [], "store_gb": 1}, inputs, self.results))
+        config = {"rows": [], "store_gb": 1, "bundle": behaviour.SHIPS}
+        return tabulate.run(Job("tabulate", {"sweep": sweep}, config, inputs, self.results))
 
     def bundle(self, row: dict[str, str]) -> Path:
         """The folder of the row's bundle."""
@@ -82,7 +83,14 @@ class Rows:
         record.write_bytes(build.folder / "model.rknn", self.artifact)
         identity = {"mask_value": -1e4, "toolkit": "2.5.0", "quant": {"config": {}}}
         record.write(build.folder / "contract.json", {"identity": identity, "custom_string": "x"})
-        figures = {"artifact_bytes": 11, "cycles": 36_400_000, "traffic_bytes": 270 * 2**20, "cpu_operators": {}}
+        files = {name: record.sha256(build.folder / name) for name in ("model.rknn", "contract.json")}
+        figures = {
+            "files": files,
+            "artifact_bytes": 11,
+            "cycles": 36_400_000,
+            "traffic_bytes": 270 * 2**20,
+            "cpu_operators": {},
+        }
         record.write(build.record, {"status": "ok", "findings": [], "risks": ["F1 a risk"], **figures})
 
     @staticmethod

@@ -7,6 +7,8 @@ calibration texts that only w8a8 reads: 23 jobs.
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from kvgate.contract import canonical
 
 pytestmark = pytest.mark.slow
 
+CONFIG = ("--configfile", "tests/workflow/tiny.yaml")
 Edit = Callable[[Path], None]
 
 
@@ -60,6 +63,21 @@ def touch_everything(root: Path) -> None:
             path.touch()
 
 
+BUNDLE = "results/bundles/tiny/tiny/plain/tiny_cpu_managed/rk3576/fp16/simulator-pass"
+ARTIFACT = "results/models/tiny/artifacts/plain/tiny_cpu_managed/rk3576/fp16/decode/model.rknn"
+
+
+def rewrite(path: str) -> Edit:
+    """One byte of a file in the results becomes another; its hard links stay as they are."""
+
+    def edit(root: Path) -> None:
+        data = (root / path).read_bytes()
+        (root / path).unlink()
+        (root / path).write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+    return edit
+
+
 ONE_STRATEGY = {"build": 2, "verify": 2, "judge": 2, "tabulate": 1}
 EDITS: dict[str, tuple[Edit, dict[str, int]]] = {
     "nothing": (lambda root: None, {}),
@@ -94,6 +112,16 @@ EDITS: dict[str, tuple[Edit, dict[str, int]]] = {
     "a comment in code that all stages share": (append("workflow/kvgate/contract.py", "\n# why not\n"), {}),
     "a comment in a config": (append("config/quants.yaml", "# why not\n"), {}),
     "touch": (touch_everything, {}),
+    "bundles deleted": (lambda root: shutil.rmtree(root / "results/bundles"), {"tabulate": 1}),
+    "a bundle edited": (rewrite(f"{BUNDLE}/README.md"), {"tabulate": 1}),
+    "an artifact deleted": (
+        lambda root: (root / ARTIFACT).unlink(),
+        {"build": 1, "verify": 1, "judge": 1, "tabulate": 1},
+    ),
+    "which rows get a bundle": (
+        replace("tests/workflow/tiny.yaml", "  isolated: 4", "  isolated: 4\n  bundle: [warn]"),
+        {"tabulate": 1},
+    ),
 }
 
 
@@ -123,6 +151,31 @@ def test_a_moved_threshold_runs_and_then_nothing_is_left(repository):
     done = repository.snakemake()
     assert done.returncode == 0, done.stderr
     assert repository.planned() == {}
+
+
+def test_what_was_deleted_is_made_again_and_the_printed_command_answers(repository):
+    root = repository.path
+    before = {p.relative_to(root): record.sha256(p) for p in (root / BUNDLE).rglob("*") if p.is_file()}
+    shutil.rmtree(root / "results/bundles")
+    (root / ARTIFACT).unlink()
+    assert "gone: a plain run makes them again" in repository.kvgate("table", *CONFIG).stdout
+    audited = repository.kvgate("audit", *CONFIG)
+    assert audited.returncode == 1 and "0 stale, 2 damaged" in audited.stdout
+    line = next(x for x in audited.stdout.splitlines() if "acceptance.json: missing or changed: " in x)
+    assert line.endswith(BUNDLE.removeprefix("results/"))
+    done = repository.snakemake()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "build: 1 (files gone)" in done.stderr and "4 to do" in done.stderr
+    assert {p.relative_to(root): record.sha256(p) for p in (root / BUNDLE).rglob("*") if p.is_file()} == before
+    assert repository.planned() == {}
+    command = next(x for x in done.stderr.splitlines() if "on this PC: " in x).partition(": ")[2]
+    assert f" {BUNDLE}/generate.py " in command
+    command = command.replace("python3", sys.executable).replace('"What is the capital of France?"', "hi")
+    ran = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
+    assert ran.stderr.startswith("this PC has no NPU: the graph runs in ONNX Runtime, not model.rknn\n")
+    assert repository.kvgate("bundle", BUNDLE, "mine", "--with-graph").returncode == 0
+    assert subprocess.run([sys.executable, root / "mine/generate.py", "hi"], capture_output=True).returncode == 0
 
 
 def test_a_diagnosis_of_any_row(repository):

@@ -51,6 +51,10 @@ def main(argv: list[str]) -> int:
     bench.add_argument("--board", default="", help="only what this board of the config costs beside its own work")
     bench.add_argument("--configfile", type=Path, action="append", default=[], help="as snakemake's; with --board")
     _folders(bench)
+    copied = commands.add_parser("bundle", help="a checked copy of a bundle in a folder of yours")
+    copied.add_argument("folder", type=Path, help="the bundle, in results/bundles")
+    copied.add_argument("into", type=Path, help="a folder that is not there yet")
+    copied.add_argument("--with-graph", action="store_true", help="with the graph and its weights: runs on any PC")
     commands.add_parser("preflight", help="whether this machine can run the toolkit")
     args = parser.parse_args(argv)
     try:
@@ -89,6 +93,10 @@ def _run(args: argparse.Namespace) -> int:
         from kvgate import store
 
         return store.main(args.results, args.prune)
+    if args.command == "bundle":
+        from kvgate import bundle_copy
+
+        return bundle_copy.main(args.folder, args.into, args.with_graph)
     from kvgate import plan  # the stages, one process a job, do without
 
     if args.command == "bench":
@@ -106,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.command == "gate":
         return table.gate(args.results, planned.rows, planned.config["sweep"]["require"])
-    return table.main(args.results, planned.name, planned.rows)
+    return table.main(args.results, planned.name, planned.rows, planned.config["sweep"]["bundle"])
 
 
 if __name__ == "__main__":

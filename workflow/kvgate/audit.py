@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgate import keys, record
+from kvgate import bundle, keys, record
 from kvgate.plan import Node, Plan
 
 
@@ -45,6 +45,7 @@ def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
             found.append(Finding(node, "stale", f"made from another {', '.join(other)}"))
             continue
         bad = [x for x, sha in body.get("files", {}).items() if not _holds(path.parent / x, sha, deep)]
+        bad += bundle.broken(results, body.get("bundles", {}))
         if bad:
             found.append(Finding(node, "damaged", f"missing or changed: {', '.join(bad)}"))
     return found

@@ -7,6 +7,24 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+SHIPS = ("pass", "warn", "behaves")  # as what a row is handed over, the best first
+_NUMBERS = ("kv_l2", "disturbed", "logits_l2", "top1")  # gates on how far numbers are off
+
+
+def ships(verdict: Mapping[str, Any]) -> str:
+    """As what a row may be handed over: `pass`, `warn`, `behaves`; empty: not at all.
+
+    A red row behaves where its texts do (`measure`), every free run gave the reference's tokens or left them at a near
+    tie, and no gate failed but those on how far numbers are off: no strange output, no failed self test. Without a
+    free run the texts alone decide; without a text no red row behaves. A blocked row was not judged.
+    """
+    word = str(verdict["verdict"])
+    if word != "fail":
+        return word if word in SHIPS else ""
+    behaves = bool((verdict["figures"].get("behaviour") or {}).get("behaves"))
+    failed = {gate["name"] for gate in verdict["gates"] if gate["verdict"] == "fail"}
+    return "behaves" if behaves and failed <= set(_NUMBERS) else ""
+
 
 def measure(metrics: Mapping[str, Mapping[str, Any]], limits: Mapping[str, float]) -> dict[str, Any] | None:
     """Over all text programs (teacher-forced): perplexity, its ratio to the reference's, mean KL, share of equal best

@@ -1,37 +1,30 @@
-"""Bundles: for each row that passes or warns a folder that generates text by itself, on the board or on a PC.
+"""Bundles: for each row that may be shipped a folder that generates text by itself, on the board or on a PC.
 
-`results/bundles/{sweep}/{row}` holds the artifact (of a row of ONNX Runtime: the graph), both contracts, the host's
-tables in float16, the tokenizer, the code that runs it, a README with the row's numbers, and checksums. Large files
-are hard links. A bundle is whole or absent, and equal results give equal bytes.
+`results/bundles/{sweep}/{row}-{pass|warn|behaves}` holds the artifact (of a row of ONNX Runtime: the graph), both
+contracts, the host's tables in float16, the tokenizer, the code that runs it, a README with the row's numbers, and
+checksums. Large files are hard links. A bundle is whole or absent, and equal results give equal bytes.
 """
 
 import filecmp
 import io
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvgate import agent_zip, bundle_text, digest, record, sweep, table
+from kvgate import agent_zip, bundle_text, digest, record, ship
 from kvgate.board import environment
+from kvgate.bundle_row import TABLES, TOKENIZER, Refused, Row, Source
 from kvgate.columns import ROW
-from kvgate.contract import Contract, canonical, sha256_text
-from kvgate.job import record_path
 
 FACTS, SUMS = "bundle.json", "SHA256SUMS"
 _PROGRAMS = ("generate", "serve")
-_TOKENIZER, _TEMPLATE, _TABLES = "tokenizer.json", "chat_template.jinja", "host.npz"
-_MAKES = 1  # another number where `half` or `tokenizer` make something else of the same files
+_TEMPLATE = "chat_template.jinja"
+_SMALL = 4 << 20  # bytes; planning stands before every run: it reads no larger file of a bundle
 _ROUNDING = 1e-3  # L2 of a table against its float16; above, values lie below float16's normal range
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
-
-
-def bundled(verdict: Mapping[str, Any]) -> bool:
-    """Whether the row gets a bundle: it has an artifact that may be used, or passes in ONNX Runtime."""
-    green = verdict["verdict"] in ("pass", "warn")
-    return table.ships(verdict) or (green and verdict["row"]["platform"] == sweep.HOST_PLATFORM)
 
 
 def modules(strategies: Iterable[str]) -> tuple[str, ...]:
@@ -40,16 +33,58 @@ def modules(strategies: Iterable[str]) -> tuple[str, ...]:
     return (*(f"board.{x}" for x in _PROGRAMS), *engines, *(f"strategies.{x}.host" for x in strategies))
 
 
-def write(results: Path, name: str, verdicts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Make the bundles of a sweep what its verdicts say, and remove all others of it. Returns their folders, relative
-    to `results`. Raises FileNotFoundError where a file that a bundle is made of is gone.
+@dataclass(frozen=True)
+class Written:
+    """The bundles of a sweep by their folder below results/bundles/{sweep}."""
+
+    made: dict[str, str] = field(default_factory=dict)  # to the sha256 of its SHA256SUMS
+    refused: dict[str, str] = field(default_factory=dict)  # to the reason, one line
+
+
+def write(results: Path, name: str, verdicts: Iterable[Mapping[str, Any]], wanted: Collection[str]) -> Written:
+    """Make the bundles of a sweep what its verdicts say, and remove all others of it.
+
+    wanted: the config's sweep.bundle. A row whose files are gone, or not what their stages recorded, is refused.
     """
-    root, made = results / "bundles" / name, Made()
-    wanted = {root / table.row_name(v["row"]): v for v in verdicts if bundled(v)}
-    _clear(root, set(wanted))
-    for folder, verdict in wanted.items():
-        _replace(folder, _Row(results, verdict), made)
-    return sorted(str(folder.relative_to(results)) for folder in wanted)
+    root, made, found = results / "bundles" / name, Made(), Written()
+    rows = {path: v for v in verdicts if (path := ship.folder(v, wanted))}
+    _clear(root, {root / path for path in rows})
+    for path, verdict in rows.items():
+        folder = root / path
+        try:
+            _replace(folder, Row(results, verdict, folder), made)
+            found.made[path] = record.sha256(folder / SUMS)
+        except Refused as why:
+            found.refused[path] = str(why)
+        except FileNotFoundError as why:
+            lost = Path(str(why.filename))
+            lost = lost.relative_to(results) if lost.is_relative_to(results) else lost
+            found.refused[path] = f"{lost} is gone; run again"
+    _clear(root, {root / path for path in found.made})
+    return found
+
+
+def broken(results: Path, bundles: Mapping[str, str]) -> list[str]:
+    """The bundles that are gone or not what was written, of those that a table's record names.
+
+    Small files are compared by content, large ones by size.
+    """
+    return [path for path, sha in bundles.items() if not _whole(results / path, sha)]
+
+
+def _whole(folder: Path, sha: str) -> bool:
+    try:
+        if record.sha256(folder / SUMS) != sha:
+            return False
+        known, sizes = sums(folder), record.read(folder / FACTS)["sizes"]
+        for name, digest_ in known.items():
+            path = folder / name
+            size = path.stat().st_size
+            if size != sizes.get(name, size) or (size <= _SMALL and record.sha256(path) != digest_):
+                return False
+        return True
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 @dataclass
@@ -58,87 +93,6 @@ class Made:
 
     tables: dict[str, Path] = field(default_factory=dict)
     tokenizers: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-class _Row:
-    """A row's files and records in the results folder."""
-
-    def __init__(self, results: Path, verdict: Mapping[str, Any]) -> None:
-        self.results, self.verdict = results, verdict
-        self.row: dict[str, str] = verdict["row"]
-        self.chip = self.row["platform"] != sweep.HOST_PLATFORM
-        self.graph, self.checkpoint = self.path("export").parent, self.path("fetch").parent
-        self.contract = Contract.from_json((self.graph / "contract.json").read_text())
-        self.artifact: dict[str, Any] = {}
-        if self.chip:
-            self.artifact = record.read(self.path("build").with_name("contract.json"))
-
-    def path(self, stage: str, **names: str) -> Path:
-        return self.results / record_path(stage, self.row | {"part": "decode"} | names)
-
-    def links(self) -> dict[str, Path]:
-        """Names in the bundle -> files that are linked as they are."""
-        found = {"graph_contract.json": self.graph / "contract.json", "verdict.json": self.path("judge")}
-        if self.chip:
-            build = self.path("build")
-            found |= {name: build.with_name(name) for name in ("model.rknn", "contract.json")}
-        else:
-            found |= {name: self.graph / name for name in ("model.onnx", "weights.bin")}
-            if not found["weights.bin"].exists():  # a graph written into one file
-                del found["weights.bin"]
-        for file in sorted(self.checkpoint.iterdir()):
-            known = file.name in ("vocab.json", "merges.txt", "generation_config.json")
-            if file.is_file() and (known or any(x in file.name for x in ("token", "spiece"))):
-                found[file.name] = file
-        return found
-
-    def recorded(self) -> dict[str, str]:
-        """The sha256 of the large files, as the stages that wrote them recorded it."""
-        sums = record.read(self.path("export")).get("files", {})
-        built = record.read(self.path("build")).get("files", {}) if self.chip else {}
-        found = {name: sums.get(name) for name in ("model.onnx", "weights.bin")}
-        return {k: v for k, v in (found | {"model.rknn": built.get("model.rknn")}).items() if v}
-
-    def end_ids(self) -> list[int]:
-        """Of the traces, which are all of this model."""
-        program = next(iter(record.read(self.path("verify"))["programs"]))
-        return list(record.read(self.path("trace", program=program))["end_ids"])
-
-    def engine(self) -> str:
-        """What ran the row on its board; else the vendor's package for a chip."""
-        run = self.path("run")
-        ran = record.read(run).get("engine") if run.exists() else None
-        return ran or ("lite" if self.chip else sweep.ONNXRUNTIME)
-
-    def tables(self) -> str:
-        """What host.npz is made from."""
-        found = record.read(self.path("export")).get("files", {}).get(_TABLES)
-        return sha256_text(canonical([_MAKES, found or record.sha256(self.graph / _TABLES)]))
-
-    def tokenizer(self) -> str:
-        """What the tokenizer's files are made from."""
-        kinds = (".json", ".model", ".txt", ".jinja")
-        found = [x for x in self.checkpoint.iterdir() if x.suffix in kinds and not x.name.startswith("manifest")]
-        files = {x.name: record.sha256(x) for x in found if x.is_file()}
-        return sha256_text(canonical([_MAKES, files, digest.installed(("transformers", "tokenizers"))]))
-
-    def facts(self, special: dict[str, Any]) -> dict[str, Any]:
-        """bundle.json but for the sizes."""
-        identity = self.artifact.get("identity", {})
-        return {
-            "version": 1,
-            "row": self.row,
-            "platform": self.row["platform"],
-            "engine": self.engine(),
-            "artifact": "model.rknn" if self.chip else "model.onnx",
-            "contract_digest": self.contract.digest,
-            "custom_string": self.artifact.get("custom_string", ""),
-            "toolkit": identity.get("toolkit", ""),
-            "mask": identity["mask_value"] if self.chip else sweep.HOST_MASK,
-            "end_ids": self.end_ids(),
-            "special": special,
-            "made_from": {_TABLES: self.tables(), _TOKENIZER: self.tokenizer()},
-        }
 
 
 def _clear(root: Path, wanted: set[Path]) -> None:
@@ -153,19 +107,20 @@ def _clear(root: Path, wanted: set[Path]) -> None:
             folder.rmdir()
 
 
-def _replace(folder: Path, row: _Row, made: Made) -> None:
+def _replace(folder: Path, row: Row, made: Made) -> None:
     """Make a row's bundle beside `folder`, and put it there if it is another one."""
     part, old = (folder.with_name(f".{folder.name}.{end}") for end in ("part", "old"))
     _remember(folder, made)
     part.mkdir(parents=True)
     try:
         _fill(part, row, made)
-        made.tables = {k: folder / _TABLES if v.parent == part else v for k, v in made.tables.items()}
-        if folder.exists() and _equal(part, folder):
-            return
-        if folder.exists():
-            folder.rename(old)
-        part.rename(folder)
+        if not (folder.exists() and _equal(part, folder)):
+            if folder.exists():
+                folder.rename(old)
+            part.rename(folder)
+        # What lay here before, and what was made in the part, is here now.
+        made.tables = {k: v for k, v in made.tables.items() if v.parent not in (part, folder)}
+        made.tables.setdefault(row.tables, folder / TABLES)
     finally:
         for rest in (part, old):
             shutil.rmtree(rest, ignore_errors=True)
@@ -174,26 +129,24 @@ def _replace(folder: Path, row: _Row, made: Made) -> None:
 def _remember(folder: Path, made: Made) -> None:
     """Take over what a bundle of an earlier run has made, where its checksums still hold."""
     try:
-        facts, sums = record.read(folder / FACTS), _sums(folder / SUMS)
-        names = [x for x in (_TABLES, _TOKENIZER, _TEMPLATE) if x in sums]
-        if any(record.sha256(folder / x) != sums[x] for x in names) or sums[FACTS] != record.sha256(folder / FACTS):
+        facts, known = record.read(folder / FACTS), sums(folder)
+        names = [x for x in (TABLES, TOKENIZER, _TEMPLATE) if x in known]
+        if any(record.sha256(folder / x) != known[x] for x in names) or known[FACTS] != record.sha256(folder / FACTS):
             return
-        texts = {x: (folder / x).read_text() if x in sums else None for x in (_TOKENIZER, _TEMPLATE)}
-        made.tokenizers.setdefault(facts["made_from"][_TOKENIZER], {**texts, "special": facts["special"]})
-        made.tables.setdefault(facts["made_from"][_TABLES], folder / _TABLES)
+        texts = {x: (folder / x).read_text() if x in known else None for x in (TOKENIZER, _TEMPLATE)}
+        made.tokenizers.setdefault(facts["made_from"][TOKENIZER], {**texts, "special": facts["special"]})
+        made.tables.setdefault(facts["made_from"][TABLES], folder / TABLES)
     except (OSError, ValueError, KeyError, TypeError):
         return
 
 
-def _fill(part: Path, row: _Row, made: Made) -> None:
+def _fill(part: Path, row: Row, made: Made) -> None:
     tokenizer = _tokenizer(row, made)
-    facts = row.facts(tokenizer["special"])
-    links, sums = row.links(), row.recorded()
-    if tokenizer[_TOKENIZER] is None or not _same_json(links.get(_TOKENIZER), tokenizer[_TOKENIZER]):
-        links.pop(_TOKENIZER, None)  # what the reference made of it is another one
-    for name, source in links.items():
-        record.link(source, part / name)
-    texts = {name: tokenizer[name] for name in (_TOKENIZER, _TEMPLATE) if name not in links and tokenizer[name]}
+    facts, sources = row.facts(tokenizer["special"]), row.sources()
+    if tokenizer[TOKENIZER] is None or not _same_json(sources.get(TOKENIZER), tokenizer[TOKENIZER]):
+        sources.pop(TOKENIZER, None)  # what the reference made of it is another one
+    known = {name: source.put(part / name) for name, source in sources.items()}
+    texts = {name: tokenizer[name] for name in (TOKENIZER, _TEMPLATE) if name not in sources and tokenizer[name]}
     texts |= {f"{x}.py": bundle_text.entry(x) for x in _PROGRAMS}
     texts["requirements.txt"] = bundle_text.requirements(facts)
     licence = str(record.read(row.path("fetch")).get("licence", "unknown"))
@@ -205,26 +158,32 @@ def _fill(part: Path, row: _Row, made: Made) -> None:
     for name, data in files.items():
         (part / name).parent.mkdir(parents=True, exist_ok=True)
         (part / name).write_bytes(data)
-    _half(row, part / _TABLES, made)
-    names = sorted(str(x.relative_to(part)) for x in part.rglob("*") if x.is_file())
-    facts["sizes"] = {name: (part / name).stat().st_size for name in names}
-    (part / FACTS).write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
-    lines = [f"{sums.get(name) or record.sha256(part / name)}  {name}\n" for name in sorted([*names, FACTS])]
-    (part / SUMS).write_text("".join(lines))
+    _half(row, part / TABLES, made)
+    seal(part, facts, known)
+
+
+def seal(folder: Path, facts: dict[str, Any], known: Mapping[str, str]) -> None:
+    """Write bundle.json with the sizes of all files, and SHA256SUMS. known: files to their sha256, where one knows."""
+    names = sorted({str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()} - {FACTS, SUMS})
+    body = facts | {"sizes": {name: (folder / name).stat().st_size for name in names}}
+    (folder / FACTS).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    lines = [f"{known.get(name) or record.sha256(folder / name)}  {name}\n" for name in sorted([*names, FACTS])]
+    (folder / SUMS).write_text("".join(lines))
 
 
 def _code(strategy: str) -> dict[str, bytes]:
     return agent_zip.tree(digest.closure(f"{digest.PACKAGE}.{x}" for x in modules([strategy])))
 
 
-def _half(row: _Row, path: Path, made: Made) -> None:
+def _half(row: Row, path: Path, made: Made) -> None:
     """host.npz in float16; made once for all rows that have the same."""
-    source = row.tables()
-    if source in made.tables:
-        record.link(made.tables[source], path)
+    if row.tables in made.tables:
+        record.link(made.tables[row.tables], path)
         return
-    path.write_bytes(half(row.graph / _TABLES))
-    made.tables[source] = path
+    source = row.source("export", TABLES)
+    source.held()
+    path.write_bytes(half(source.path))
+    made.tables[row.tables] = path
 
 
 def half(path: Path) -> bytes:
@@ -249,12 +208,11 @@ def half(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _tokenizer(row: _Row, made: Made) -> dict[str, Any]:
+def _tokenizer(row: Row, made: Made) -> dict[str, Any]:
     """The tokenizer as the reference uses it: tokenizer.json and the template as text, None where there is none."""
-    source = row.tokenizer()
-    if source not in made.tokenizers:
-        made.tokenizers[source] = tokenizer(row.checkpoint)
-    return made.tokenizers[source]
+    if row.tokenizer not in made.tokenizers:
+        made.tokenizers[row.tokenizer] = tokenizer(row.checkpoint)
+    return made.tokenizers[row.tokenizer]
 
 
 def tokenizer(checkpoint: Path) -> dict[str, Any]:
@@ -264,21 +222,23 @@ def tokenizer(checkpoint: Path) -> dict[str, Any]:
     loaded = reference.load_tokenizer(checkpoint)
     backend = getattr(loaded, "backend_tokenizer", None)
     return {
-        _TOKENIZER: backend.to_str() if backend is not None else None,
+        TOKENIZER: backend.to_str() if backend is not None else None,
         _TEMPLATE: loaded.get_chat_template() if loaded.chat_template else None,
         "special": {"tokens": dict(loaded.special_tokens_map), "ids": sorted(loaded.all_special_ids)},
     }
 
 
-def _same_json(path: Path | None, text: str) -> bool:
-    if path is None:
+def _same_json(source: Source | None, text: str) -> bool:
+    if source is None:
         return False
-    other = path.read_text()
+    other = source.path.read_text()
     return other == text or json.loads(other) == json.loads(text)
 
 
-def _sums(path: Path) -> dict[str, str]:
-    return {name: sha for sha, _, name in (line.partition("  ") for line in path.read_text().splitlines())}
+def sums(folder: Path) -> dict[str, str]:
+    """A bundle's SHA256SUMS: names to sha256."""
+    lines = (folder / SUMS).read_text().splitlines()
+    return {name: sha for sha, _, name in (line.partition("  ") for line in lines)}
 
 
 def _equal(one: Path, two: Path) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from kvgate import sweep, table
+from kvgate import behaviour, columns, sweep
 from kvgate.columns import TIMES
 
 _ENTRY = """\
@@ -56,20 +56,20 @@ def readme(verdict: Mapping[str, Any], facts: Mapping[str, Any], capacity: int, 
     row, chip = facts["row"], facts["artifact"] == "model.rknn"
     risks = "".join(f"- {text}\n" for text in verdict["risks"])
     seen = f"\nSeen right on a PC and wrong on boards:\n\n{risks}" if risks else ""
-    cells = zip(_FIGURES.values(), table.cells(verdict, list(_FIGURES), people=True), strict=True)
+    cells = zip(_FIGURES.values(), columns.cells(verdict, list(_FIGURES), people=True), strict=True)
     numbers = "\n".join(f"| {title} | {cell} |" for title, cell in cells if cell)
-    graph = "/".join(["models", row["model"], "graphs", row["weights"], row["strategy"], "decode"])
     where = f"On the board ({row['platform']}), in this folder" if chip else "In this folder"
-    pc = f"""
-On a PC the same code runs the graph in ONNX Runtime, FOLDER being kvgate's `results/{graph}`:
+    pc = """
+On a PC (x86-64) `generate.py` and `serve.py` run the graph in ONNX Runtime, not the artifact, where they find it: while
+this folder lies in the `results` that it was made in, and in a copy that was made there with the graph:
 
 ```
-python3 generate.py --backend onnxruntime --graph FOLDER "What is the capital of France?"
+python -m kvgate bundle THIS_FOLDER NEW_FOLDER --with-graph
 ```
 """
     return f"""# {row["model"]}: {row["strategy"]}, {row["quant"]}, {row["platform"]}
 
-Verdict **{verdict["verdict"]}** {_judge(row["backend"])}: {verdict["reason"]}.
+{_standing(verdict, row["backend"])}
 {seen}
 | | |
 |---|---|
@@ -83,7 +83,7 @@ Errors are normalized L2 against the model in float32. `verdict.json` has every 
 {where}:
 
 ```
-sha256sum --quiet -c SHA256SUMS
+sha256sum -c SHA256SUMS
 pip install -r requirements.txt
 python3 generate.py "What is the capital of France?"
 python3 serve.py --port 8000
@@ -98,6 +98,18 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
 - `serve.py` answers one request at a time, listens on this machine only, and asks for no password.
 - Weights: licence {licence}. Code below `kvgate/`: Apache-2.0.
 """
+
+
+def _standing(verdict: Mapping[str, Any], backend: str) -> str:
+    """How good the row is, in its README's first lines."""
+    if behaviour.ships(verdict) != "behaves":
+        return f"Verdict **{verdict['verdict']}** {_judge(backend)}: {verdict['reason']}."
+    ratio, top1 = columns.cells(verdict, ["perplexity_ratio", "top1_text"], people=True)
+    chats = any(gate["name"] == "tokens" for gate in verdict["gates"])
+    answers = "its chats give the reference's tokens but for near ties" if chats else "no chat was tried"
+    return f"""**Red by the gates, behaves** {_judge(backend)}: over texts, with its own cache, the perplexity
+is {ratio} times the reference's, the best token the reference's in {top1} of the steps; {answers}.
+By the gates it is **{verdict["verdict"]}**: {verdict["reason"]}."""
 
 
 def _judge(backend: str) -> str:

@@ -1,8 +1,10 @@
 """The columns of the table, their order and how people read them, and a row in one line. Standard library only."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from kvgate import behaviour
 
 ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
 # A board's times a step, medians; the overhead is what `inference` takes beyond the runtime's own run time.
@@ -82,6 +84,7 @@ COLUMNS: tuple[Column, ...] = (
     ("diverged_margin", _get("figures", "diverged", "margin"), _text),
     ("diverged_error", _get("figures", "diverged", "error"), _text),
     ("behaves", _behaves, str),
+    ("ships", lambda v: behaviour.ships(v) or None, str),
     ("perplexity", _get("figures", "behaviour", "perplexity"), _text),
     ("perplexity_reference", _get("figures", "behaviour", "reference"), _text),
     ("perplexity_ratio", _get("figures", "behaviour", "ratio"), lambda v: f"{v:.3f}"),
@@ -111,6 +114,21 @@ UNITS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "delta_bytes": ("returned K/V KiB a step", lambda v: f"{v / 1024:.0f}"),
     "artifact_bytes": ("artifact MiB", _mib),
 }
+
+
+def cells(verdict: Mapping[str, Any], names: Sequence[str], people: bool) -> list[str]:
+    """A row's cells. people: rounded and in the units of the .md; else raw, with 6 significant digits. None: empty."""
+    known = {name: (get, form) for name, get, form in COLUMNS}
+    found = []
+    for name in names:
+        get, form = known[name]
+        value = get(verdict)
+        if not people:
+            form = str
+        elif name in UNITS:
+            form = UNITS[name][1]
+        found.append("" if value is None else " ".join(form(value).split()))
+    return found
 
 
 def name(row: Mapping[str, str]) -> str:

@@ -46,13 +46,13 @@ def text_digests(base: Path, texts: Iterable[str]) -> dict[str, str]:
     return {path: file_state(base / path) for path in texts}
 
 
-def recorded(path: Path) -> dict[str, Any] | None:
-    """The key in a record; None where there is no readable record, or one that asks to be made again."""
+def recorded(path: Path) -> dict[str, Any]:
+    """A record with its key; empty where there is no readable one, or one that asks to be made again."""
     try:
         body = json.loads(path.read_bytes())
-        return None if body.get("again") else body.get("key")
+        return {} if body.get("again") else body
     except (OSError, ValueError, AttributeError):
-        return None
+        return {}
 
 
 def _change(part: str, planned: Any, recorded: Any) -> str:

@@ -225,6 +225,7 @@ class Plan:
         config = {
             "rows": [list(row.wildcards().values()) for row in self.rows],
             "store_gb": self.config["limits"]["store_gb"],
+            "bundle": self.config["sweep"]["bundle"],
         }
         halves = sorted({self.config["strategies"][row.strategy]["module"] for row in self.rows})
         return self._make("tabulate", w, config, inputs, bundle.modules(halves))

@@ -22,10 +22,23 @@ def cost_path(path: Path) -> Path:
 
 
 def stale(plan: "Plan", results: Path) -> "dict[str, tuple[Node, list[str]]]":
-    """The jobs whose record is not what would be planned now, by record path, each with what changed."""
-    found = {}
+    """The jobs whose record is not what would be planned now, by record path, each with what changed.
+
+    Also those whose files are gone, and all that read from one of them.
+    """
+    from kvgate import bundle  # the jobs, which report through this, do without
+
+    found: dict[str, tuple[Node, list[str]]] = {}
     for node in plan.nodes():
-        why = keys.changes(node.key, keys.recorded(results / node.record))
+        path = results / node.record
+        body = keys.recorded(path)
+        why = keys.changes(node.key, body.get("key"))
+        if not why and not all((path.parent / name).is_file() for name in body.get("files", ())):
+            why = ["files gone"]
+        if not why and bundle.broken(results, body.get("bundles", {})):
+            why = ["bundles gone or edited"]
+        if not why and any(below.record in found for below in node.inputs.values()):
+            why = ["inputs"]
         if why:
             found[node.record] = (node, why)
     return found

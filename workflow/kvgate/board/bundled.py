@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import platform
 from collections.abc import Callable
 from importlib import util
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvgate.strategies.host import Host
 
 FACTS, CONTRACT, TABLES = "bundle.json", "graph_contract.json", "host.npz"
 VERSION = 1
+_PCS = ("x86_64", "AMD64")
 CORE_MASKS = {"auto": 0, "0": 1, "1": 2, "2": 4, "0_1": 3, "0_1_2": 7, "all": 0xFFFF}
 
 
@@ -60,6 +62,12 @@ class Bundle:
     @property
     def name(self) -> str:
         return str(self.facts["row"]["model"])
+
+    def graph(self) -> Path | None:
+        """The folder of this bundle's graph where it is to be found: in the bundle itself, or where that was made."""
+        place = self.folder / self.facts.get("graph", ".")
+        same = place == self.folder or _digest(place / "contract.json") == self.contract.digest
+        return place if same and (place / "model.onnx").is_file() else None
 
     def text(self) -> Text:
         """Raises text.Unavailable."""
@@ -109,7 +117,7 @@ class Bundle:
     def _place(self, engine: str, graph: Path | None) -> Path:
         """The folder with what the engine loads. Raises Refused where it is not this bundle's."""
         if engine == "onnxruntime":
-            place = graph or self.folder
+            place = graph or self.graph() or self.folder
             if not (place / "model.onnx").is_file():
                 raise Refused(
                     "backend onnxruntime: got no model.onnx in {}, allowed: --graph FOLDER, the graph's folder".format(
@@ -170,8 +178,16 @@ def number(kind: type, low: float, high: float | None = None) -> Callable[[str],
 
 
 def open_context(args: argparse.Namespace, bundle: Bundle, terminal: Terminal) -> Context:
-    """As the command line asks. Raises Refused, EngineError."""
-    return bundle.context(args.backend or bundle.facts["engine"], args.graph, args.core_mask, terminal)
+    """As the command line asks; without a word there, a PC runs the graph if it is to be found.
+
+    Raises Refused, EngineError.
+    """
+    engine = args.backend or bundle.facts["engine"]
+    here = args.backend is None and engine != "onnxruntime" and platform.machine() in _PCS
+    if here and (args.graph or bundle.graph()):
+        terminal.say("this PC has no NPU: the graph runs in ONNX Runtime, not {}".format(bundle.facts["artifact"]))
+        engine = "onnxruntime"
+    return bundle.context(engine, args.graph, args.core_mask, terminal)
 
 
 def one_line(error: Exception) -> str:
@@ -182,5 +198,5 @@ def one_line(error: Exception) -> str:
 def _digest(path: Path) -> str:
     try:
         return Contract.from_json(path.read_text(encoding="utf-8")).digest
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""

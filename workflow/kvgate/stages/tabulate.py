@@ -1,13 +1,13 @@
 """tabulate: all verdicts of a sweep -> acceptance.tsv, acceptance.md and acceptance.json, and the bundles.
 
-A bundle for each row that passes or warns (kvgate/bundle.py). Those of this sweep's rows that no longer do are removed,
-and the store is cut to its limit.
+A bundle for each row that sweep.bundle wants (kvgate/bundle.py). Those of this sweep's rows that it no longer does are
+removed, and the store is cut to its limit.
 """
 
 from pathlib import Path
 from typing import Any
 
-from kvgate import bundle, record, store, table
+from kvgate import bundle, columns, record, ship, store, table
 from kvgate.columns import COLUMNS, UNITS
 from kvgate.job import Job
 
@@ -16,23 +16,28 @@ NAMES = [name for name, _, _ in COLUMNS]
 
 
 def run(job: Job) -> dict[str, Any]:
-    """The body has the rows (column -> raw cell), the counts, and `announce`: what the terminal shows at the end."""
+    """The body has the rows (column -> raw cell), the counts, and `announce`: what the terminal shows at the end.
+
+    `bundles`: their folders, below the results folder, to the sha256 of their checksums. With `refused`, the rows whose
+    bundle could not be made, the table is made again by the next run.
+    """
     sweep = job.wildcards["sweep"]
     verdicts = [job.read(label) for label in job.inputs]
-    rows = [table.cells(v, NAMES, people=False) for v in verdicts]
+    rows = [columns.cells(v, NAMES, people=False) for v in verdicts]
     tsv = "\n".join("\t".join(cells) for cells in [NAMES, *rows]) + "\n"
     record.write_bytes(job.folder / "acceptance.tsv", tsv.encode())
     record.write_bytes(job.folder / "acceptance.md", _markdown(sweep, verdicts).encode())
     shown = Path(job.results.name)  # no absolute path in a record
-    bundles = bundle.write(job.results, sweep, verdicts)
+    written = bundle.write(job.results, sweep, verdicts, job.config["bundle"])
+    shelf = ship.Shelf(shown / "bundles" / sweep, job.config["bundle"], written.made, written.refused)
     store.prune(job.results, job.config["store_gb"])
     return {
         "files": {name: record.sha256(job.folder / name) for name in ("acceptance.tsv", "acceptance.md")},
         "rows": [dict(zip(NAMES, cells, strict=True)) for cells in rows],
         "counts": {name: sum(v["verdict"] == name for v in verdicts) for name in table.VERDICTS},
-        "bundles": bundles,
-        "announce": f"\n{table.compact(verdicts)}\n{table.summary(shown, sweep, verdicts, len(verdicts))}",
-    }
+        "bundles": {f"bundles/{sweep}/{path}": sha for path, sha in written.made.items()},
+        "announce": f"\n{table.compact(verdicts)}\n{table.summary(shown, verdicts, len(verdicts), shelf)}",
+    } | ({"refused": written.refused, "again": True} if written.refused else {})
 
 
 def _markdown(sweep: str, verdicts: list[dict[str, Any]]) -> str:
@@ -41,7 +46,7 @@ def _markdown(sweep: str, verdicts: list[dict[str, Any]]) -> str:
     lines = [f"# Sweep {sweep}: {counts}", "", "L2 is normalized, in percent. Cycles and traffic are predicted by the"]
     lines[-1] += " compiler. Raw values: acceptance.tsv. Where a gate broke: the row's verdict.json."
     lines += ["", _row(titles), _row(["---"] * len(titles))]
-    lines += [_row(table.cells(v, NAMES, people=True)) for v in verdicts]
+    lines += [_row(columns.cells(v, NAMES, people=True)) for v in verdicts]
     return "\n".join(lines) + "\n"
 
 
