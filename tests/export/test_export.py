@@ -70,6 +70,8 @@ def test_weights_stay_in_their_file(graph, llama):
         "model.rotary_emb.inner.original_inv_freq"
     }
     for x in loaded(graph).graph.initializer:
+        if x.name == "logits.shift":
+            continue  # one number, said V times
         entries = {e.key: e.value for e in x.external_data}
         assert entries["location"] == "weights.bin" and int(entries["offset"]) % 64 == 0
     prepared = llama.results / "models/llama/weights/plain/recipe/weights.bin"

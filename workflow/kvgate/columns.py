@@ -76,6 +76,8 @@ COLUMNS: tuple[Column, ...] = (
     ("logits_l2_worst", _get("figures", "logits_worst", "value"), percent),
     ("logits_raw_l2_median", _get("figures", "raw_median"), percent),
     ("logits_raw_l2_worst", _get("figures", "raw_worst", "value"), percent),
+    ("kv_l2_float16", _get("figures", "float16", "kv_l2"), percent),
+    ("logits_l2_float16", _get("figures", "float16", "logits_l2"), percent),
     ("sqnr_db", _get("figures", "sqnr_db"), lambda v: f"{v:.1f}"),
     ("top1", _top1, str),
     *((f"tokens_{n}", _get("figures", "tokens", n), str) for n in STEPS),

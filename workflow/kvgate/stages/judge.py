@@ -5,6 +5,7 @@ board also the run's and the self test's record and the verdict in the simulator
 this and tabulate. Takes blocked inputs: a blocked row has a verdict too.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     cause = "" if known else causes.explain(evidence)
     findings += [] if known else causes.uncovered(evidence, outside)
     risks = build.get("risks", [])
-    reason = _reason(verdict, first, cause, found)
+    reason = _reason(verdict, first, cause, found) + _limit(verdict, evidence.dtype, inputs["check"].get("float16"))
     if "simulator" in inputs:
         reason = boards.beside(verdict, reason, inputs["simulator"]["verdict"], risks, first, findings)
     return {
@@ -90,7 +91,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "risks": [*risks, *(x["text"] for x in ran.get("findings", ()) if x["kind"] == "version_mismatch")],
         "findings": findings,
         "figures": figures.figures(contract, build, metrics, arrays)
-        | {"behaviour": behaviour.measure(metrics, limits["behaviour"])}
+        | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
         | boards.figures(ran, inputs.get("simulator"), build),
     }
 
@@ -106,6 +107,14 @@ def _reason(verdict: str, first: gates.Gate | None, cause: str, found: list[gate
     if first.name in gates.FATAL:  # its text says where
         text = first.text
     return f"{cause}; {text}" if cause and cause not in text else text
+
+
+def _limit(verdict: str, dtype: str, float16: Mapping[str, float | None] | None) -> str:
+    """Beside a float16 row's error the one that no float16 run of the model is free of: no fault to look for."""
+    if verdict == "pass" or dtype != "fp16" or not float16:
+        return ""
+    kv, logits = (columns.percent(float16[name]) for name in ("kv_l2", "logits_l2"))
+    return f"; float16's own limit for this model: K/V {kv}, logits {logits}"
 
 
 def _evidence(
