@@ -1,98 +1,96 @@
-"""The context behind its queue: who may use it, prompts and answers as text, and how it is. Python 3.9."""
+"""A bundle's model behind its worker: prompts and answers as text, and how it is. Python 3.9."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvgate.board import bundled, chat
+from kvgate.board import bundled
 from kvgate.board.chat import Bad
 from kvgate.board.context import CANCELLED, STOP, Context, Run
+from kvgate.board.measures import Measures
 from kvgate.board.text import Stops, Stream, Text
-from kvgate.board.turns import Full, GaveUp, Queue
+from kvgate.board.worker import Full, Job, Worker
 
-Pieces = Generator[str, None, None]
-_STUCK = 60  # seconds of one step after which /healthz says so
-
-
-class Gone(Exception):
-    """The client hung up."""
+_STUCK = 60  # seconds of one step after which /health says so
 
 
 class Service:
-    """The context behind its queue, and what there is to say about it."""
-
-    def __init__(self, bundle: bundled.Bundle, context: Context, text: Text, limit: int) -> None:
-        self.name, self.context, self.text = bundle.name, context, text
-        self.queue = Queue(limit)
-        self.stopping = threading.Event()
+    def __init__(self, bundle: bundled.Bundle, text: Text, worker: Worker, aliases: Sequence[str] = ()) -> None:
+        """worker: of a Context, started before the first request; aliases: names beside the bundle's own."""
+        self.names = (bundle.name, *(x for x in aliases if x != bundle.name))
+        self.text, self.worker = text, worker
+        self.measures = Measures()
         self.failed = ""  # why the last generation failed
         self.begun = int(time.time())
         self.fingerprint = "kvgate-" + bundle.contract.digest[:12]
+        self.capacity = bundle.contract.cache.capacity
 
-    def model(self) -> dict[str, Any]:
+    def model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.begun,
             "owned_by": "kvgate",
-            "context_length": self.context.capacity,
+            "context_length": self.capacity,
         }
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """The status and the body of /healthz; asks nothing of the engine."""
-        began, reason = self.context.stepping, self.failed
+        """The status and the body of /health; asks nothing of the engine."""
+        began, reason = self.worker.context.stepping, self.failed
         if began is not None and time.monotonic() - began > _STUCK:
             reason = "a step has been running for {:.0f} s".format(time.monotonic() - began)
-        busy = self.queue.length
+        busy = self.worker.length
         body = {
             "status": "failed" if reason else "ok",
-            "model": self.name,
+            "model": self.names[0],
             "busy": busy > 0,
             "waiting": max(busy - 1, 0),
         }
         return (503, {**body, "reason": reason}) if reason else (200, body)
 
-    def ids(self, request: chat.Request) -> list[int]:
-        """The prompt. Raises Bad where it is none, or too long."""
+    def metrics(self) -> str:
+        busy = self.worker.length
+        now = {
+            "requests_running": min(busy, 1),
+            "requests_waiting": max(busy - 1, 0),
+            "queue_limit": self.worker.limit,
+        }
+        return self.measures.text(now)
+
+    def check(self, ids: Sequence[int], param: str) -> None:
+        """Raises Bad on a prompt that has no tokens, wrong ones, or too many. param: the field it came from."""
+        if len(ids) > self.capacity:
+            text = "This model's maximum context length is {} tokens; the {} are {} tokens."
+            what = "messages" if param == "messages" else "prompt's tokens"
+            raise Bad(text.format(self.capacity, what, len(ids)), param, "context_length_exceeded")
         try:
-            ids = self.text.chat(request.messages)
-            if len(ids) <= self.context.capacity:
-                self.context.check(ids)
-                return ids
+            self.worker.context.check(ids)
         except ValueError as error:
-            raise Bad(str(error), "messages") from None
-        raise Bad(
-            "This model's maximum context length is {} tokens; the messages are {} tokens.".format(
-                self.context.capacity, len(ids)
-            ),
-            "messages",
-            "context_length_exceeded",
-        )
+            raise Bad(str(error), param) from None
 
-    def pieces(self, request: chat.Request, ids: list[int], run: Run, hung_up: Callable[[], bool]) -> Pieces:
-        """The answer's text, piece by piece, holding the context. Raises Bad, Gone."""
+    def submit(self, request: Any, ids: Sequence[int], run: Run) -> Job:
+        """A job whose pieces are the answer's text; request: its `options` and `stops`. Raises Bad (429)."""
+
+        def work(context: Context, stopped: Callable[[], bool]) -> Iterator[str]:
+            return self._generate(context, request, ids, run, stopped)
+
         try:
-            with self.queue.turn(lambda: hung_up() or self.stopping.is_set()):
-                yield from self._generate(request, ids, run, lambda: hung_up() or self.stopping.is_set())
+            return self.worker.submit(work)
         except Full:
-            text = "as many requests wait as may ({}); try again later".format(self.queue.limit)
-            raise Bad(text, code="rate_limit_exceeded", status=429, retry=self.queue.retry_after()) from None
-        except GaveUp:
-            pass
-        if run.finish == CANCELLED:
-            if self.stopping.is_set():
-                raise Bad("the server is stopping", status=503, retry=1)
-            raise Gone
+            text = "as many requests wait as may ({}); try again later".format(self.worker.limit)
+            raise Bad(text, code="rate_limit_exceeded", status=429, retry=self.worker.retry_after()) from None
 
-    def _generate(self, request: chat.Request, ids: list[int], run: Run, stopped: Callable[[], bool]) -> Pieces:
+    def _generate(
+        self, context: Context, request: Any, ids: Sequence[int], run: Run, stopped: Callable[[], bool]
+    ) -> Iterator[str]:
+        """In the worker's thread. Raises Bad."""
         stream, stops = Stream(self.text.decode), Stops(request.stops)
-        tokens = self.context.generate(ids, request.options, run, stopped)
+        tokens = context.generate(ids, request.options, run, stopped)
         try:
             for token in tokens:
-                piece, stop = stops.push("" if token in self.context.end_ids else stream.push(token))
+                piece, stop = stops.push("" if token in context.end_ids else stream.push(token))
                 if run.finish != CANCELLED and not stop:
                     rest, stop = stops.push(stream.finish())
                     piece += rest + ("" if stop else stops.held)
@@ -103,8 +101,9 @@ class Service:
                 if stop:
                     break
             self.failed = ""
-        except Exception as error:  # an engine's runtime raises what it likes
-            self.failed = bundled.one_line(error)
+        except (Exception, SystemExit) as error:  # an engine's runtime raises what it likes
+            self.failed = bundled.one_line(error) or type(error).__name__  # type: ignore[arg-type]
             raise Bad("the model failed: {}".format(self.failed), status=500) from None
         finally:
             tokens.close()
+            self.measures.generation(run)
