@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -439,3 +440,90 @@ def test_ipv6(bundle):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("closed", [(2,), (1, 2), (0, 1, 2)])
+def test_it_serves_with_closed_streams(rows, bundle, closed, tmp_path):
+    port = free_port()
+    words = " ".join(f"{x}{'<' if x == 0 else '>'}&-" for x in closed)
+    command = f'exec "$0" -I "$1" --port {port} {words}'
+    process = subprocess.Popen(["sh", "-c", command, sys.executable, str(bundle / "serve.py")], env=tinyrow.bare())
+    try:
+        wait_for(lambda: asked(port))
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=12)
+        assert answer.choices[0].message.content == rows.trace["text"]
+    finally:
+        process.terminate()
+    assert process.wait(20) == 0
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return made.getsockname()[1]
+
+
+def asked(port):
+    """Whether the server answers that it is well."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def test_it_serves_when_nobody_reads_its_lines_any_more(bundle):
+    process, _, port = start(bundle)
+    process.stderr.close()
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        for _ in range(3):  # each wants to say a line
+            connection.request("POST", ROUTE, b"{}", {"Content-Type": "application/json"})
+            assert connection.getresponse().read().startswith(b'{"error"')
+        connection.close()
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def damaged(bundle, folder, name, data):
+    """A copy of the bundle with another file in it, of the size that bundle.json says if that can be."""
+    shutil.copytree(bundle, folder)
+    path = folder / name
+    facts = json.loads((folder / "bundle.json").read_text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    if name in facts["sizes"]:
+        facts["sizes"][name] = len(data)
+        (folder / "bundle.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "host.npz", "bundle.json", "graph_contract.json", "model.onnx"])
+@pytest.mark.parametrize("data", [b"", b"\x00\xff" * 300, b"{}", b"[]", b'{"version": 1}'])
+def test_a_damaged_file_is_one_line(bundle, tmp_path, name, data):
+    folder = damaged(bundle, tmp_path / "bundle", name, data)
+    ran = tinyrow.generate(folder, "--port", "0", program="serve.py")
+    assert ran.returncode == 1 and ran.stdout == ""
+    assert ran.stderr.startswith("serve: ") and ran.stderr.count("\n") == 1 and len(ran.stderr) > 20, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise OSError('librknnrt.so: cannot open shared object file')", "librknnrt.so: cannot open"),
+        ("raise AttributeError('no attribute rknn_x')", "no attribute rknn_x"),
+        ("raise SystemError('initialization failed')", "initialization failed"),
+        ("raise SystemExit(-1)", "SystemExit: -1"),
+        ("import os\nos.write(2, b'E RKNN: x')\nos.close(1)\nos.close(2)\nraise RuntimeError('closed all')", "closed all"),
+        ("class RKNNLite:\n    def __init__(self, **_): raise OSError('made')", "made"),
+    ],
+)  # fmt: skip
+def test_a_runtime_that_cannot_be_imported_is_one_line(rows, tmp_path, body, said):
+    folder = damaged(rows.bundle(tinyrow.CHIP), tmp_path / "bundle", "rknnlite/api.py", body.encode())
+    ran = tinyrow.generate(folder, "--port", "0", program="serve.py")
+    assert ran.returncode == 1 and said in ran.stderr
+    assert ran.stderr.startswith("serve: ") and ran.stderr.count("\n") == 1, ran.stderr

@@ -62,9 +62,9 @@ def _chunks(file: Any) -> bytes:
 
 def _line(file: Any) -> bytes:
     line = bytes(file.readline(_LINE))
-    if not line:
-        raise Gone
     if not line.endswith(b"\n"):
+        if len(line) < _LINE:
+            raise Gone
         raise Bad("chunk: got a longer line, allowed: {} bytes".format(_LINE))
     return line.rstrip(b"\r\n")
 

@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             elif self.parse_request():
                 self._respond()
         except socket.timeout:
-            if self.raw_requestline and not self.status:
+            if self.connection.heard and not self.status:
                 self.send_error(408, "the request came too slowly")
             self.close_connection = True
 

@@ -38,6 +38,7 @@ class Connection(io.RawIOBase):
         super().__init__()
         self.socket, self.limits = made, limits
         self.dropped = False  # to make room
+        self.heard = False  # a byte of the request that is read now
         self._does(_READING, limits.head)  # a new one has something to say
 
     def _does(self, state: int, seconds: float) -> None:
@@ -46,6 +47,7 @@ class Connection(io.RawIOBase):
 
     def next_request(self) -> None:
         """It may be idle until the first byte of the next one."""
+        self.heard = False
         self._does(_IDLE, self.limits.idle)
 
     def reads_body(self) -> None:
@@ -73,6 +75,7 @@ class Connection(io.RawIOBase):
         count = self.socket.recv_into(buffer)
         if self.state == _IDLE and count:
             self._does(_READING, self.limits.head)
+        self.heard = self.heard or bool(count)
         return count
 
     def writable(self) -> bool:
