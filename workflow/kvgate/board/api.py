@@ -68,7 +68,7 @@ class Api(Handler):
             route = self.path.partition("?")[0]
             self.server.say("{} {} {}: {}".format(self.client_address[0], self.command, route, text))
 
-    def done(self, status: int) -> None:
+    def answered(self, status: int) -> None:
         path = self.path.partition("?")[0]
         self.service.measures.request(path if path in self.routes() else "other", status)
 

@@ -51,8 +51,8 @@ class Handler(BaseHTTPRequestHandler):
     def note(self, text: str) -> None:
         """A line of the log."""
 
-    def done(self, status: int) -> None:
-        """Called after each request. status: 499 where the client was gone."""
+    def answered(self, status: int) -> None:
+        """Called once a request. status: 499 where the client was gone before it had one."""
 
     @property
     def access(self) -> Access:
@@ -112,10 +112,10 @@ class Handler(BaseHTTPRequestHandler):
                     self._bad(Bad("the server failed: {}".format(type(error).__name__), status=500))
                 raise
         except Gone:
-            self.close_connection, self.status = True, 499
+            self.close_connection = True
             self.note("client gone")
-        finally:
-            self.done(self.status)
+            if not self.status:
+                self.answered(499)
 
     def _routed(self) -> None:
         """Raises Bad, Gone."""
@@ -164,6 +164,7 @@ class Handler(BaseHTTPRequestHandler):
     def head(self, status: int, headers: Mapping[str, str]) -> None:
         """The status and all headers. Raises Gone."""
         self.status = status
+        self.answered(status)
         self.send_response(status)
         for name, value in {**headers, **(self.access.cors(self.headers) if self.headers else {})}.items():
             self.send_header(name, value)
