@@ -81,9 +81,6 @@ def test_the_client_sees_openai_s_errors(served):
     with pytest.raises(openai.NotFoundError) as caught:
         served.client.chat.completions.create(model="gpt-9", messages=HI)
     assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError) as caught:
-        served.client.chat.completions.create(model="tiny", messages=HI, n=2)
-    assert caught.value.param == "n"
     with pytest.raises(openai.NotFoundError):
         served.client.embeddings.create(model="tiny", input="x")
 
@@ -105,21 +102,17 @@ def test_the_client_sees_openai_s_errors(served):
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": "Hi"}, "messages", 'got "Hi"'),
         ({"messages": ["Hi"]}, "messages[0]", "got a text, allowed: an object"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "allowed: system, user, assistant"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "allowed: system, developer, user"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "got null"),
         ({"messages": [*HI, {"role": "user"}]}, "messages[1].content", "got null, allowed: a text"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "got 7"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "got []"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "type text"),
-        ({"messages": [{"role": "user", "content": "<|start|>"}]}, "messages", "special token '<|start|>'"),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "messages", "surrogate"),
         ({"messages": [{**HI[0], "tool_calls": [1]}]}, "messages[0]", "tool_calls: not supported"),
-        ({"messages": HI, "n": 2}, "n", "n: got 2, allowed: 1"),
         ({"messages": HI, "n": True}, "n", "got true"),
         ({"messages": HI, "tools": [{}]}, "tools", "allowed: []"),
-        ({"messages": HI, "logprobs": True}, "logprobs", "allowed: false"),
         ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "allowed"),
-        ({"messages": HI, "frequency_penalty": 1}, "frequency_penalty", "got 1"),
         ({"messages": HI, "beam_width": 4}, "beam_width", "does not know the field"),
         ({"messages": HI, "max_tokens": 0}, "max_tokens", "got 0"),
         ({"messages": HI, "max_tokens": 1.5}, "max_tokens", "got 1.5"),
