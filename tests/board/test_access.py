@@ -1,12 +1,7 @@
 """Names of this machine, pages of other origins, keys."""
 
-import socket
-import subprocess
-import sys
-
 import openai
 import pytest
-import tinyrow
 from kvgate.board.access import Access, keys, origin
 from kvgate.board.chat import Bad
 from serving import HI, ROUTE, Served
@@ -94,7 +89,7 @@ def test_preflights_of_all_kinds(bundle):
 
 @pytest.mark.parametrize("text", ["http://a/", "localhost:3000", "", "http://", "a b"])
 def test_origins_that_are_none(text):
-    with pytest.raises(ValueError, match="--allow-origin: got .* allowed: "):
+    with pytest.raises(ValueError, match=r"--allow-origin: got .* allowed: "):
         origin(text)
 
 

@@ -171,7 +171,7 @@ def test_a_generation_that_fails_is_counted_as_far_as_it_came():
 
 def test_timings_have_llama_cpp_s_names():
     run = Run(prompt=20, reused=4, tokens=[1, 2, 3], first_seconds=0.8, seconds=0.1)
-    assert timings(run) == {
+    assert timings([run]) == {
         "cache_n": 4,
         "prompt_n": 16,
         "prompt_ms": 800.0,
@@ -180,7 +180,7 @@ def test_timings_have_llama_cpp_s_names():
         "predicted_ms": 100.0,
         "predicted_per_second": 20.0,
     }
-    assert timings(Run(prompt=1, tokens=[1]))["predicted_per_second"] == 0.0
+    assert timings([Run(prompt=1, tokens=[1])])["predicted_per_second"] == 0.0
 
 
 def test_answers_have_their_timings(served):

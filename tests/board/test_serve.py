@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 import tinyrow
-from kvgate.board import api
+from kvgate.board import answers
 from kvgate.board.chat import Bad, parse
 from serving import HI, ROUTE, Served, wait_for
 
@@ -317,7 +317,7 @@ def test_a_client_that_hangs_up_while_it_waits_frees_its_place(served):
 
 
 def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up(served, monkeypatch):
-    monkeypatch.setattr(api.chat, "chunk", lambda head, delta, finish=None: {"filled": "x" * 500_000})
+    monkeypatch.setattr(answers, "chunk", lambda *_, **__: {"filled": "x" * 500_000})
     connection = served.raw(stream=True)
     wait_for(lambda: served.worker.length == 1)
     served.idle()  # the model is free though nothing was read
@@ -511,7 +511,7 @@ def test_a_damaged_file_is_one_line(bundle, tmp_path, name, data):
         ("raise AttributeError('no attribute rknn_x')", "no attribute rknn_x"),
         ("raise SystemError('initialization failed')", "initialization failed"),
         ("raise SystemExit(-1)", "SystemExit: -1"),
-        ("import os\nos.write(2, b'E RKNN: x')\nos.close(1)\nos.close(2)\nraise RuntimeError('closed all')", "closed all"),
+        ("import os\nos.write(2, b'E RKNN: x')\nos.close(1)\nos.close(2)\nraise RuntimeError('all')", "all"),
         ("class RKNNLite:\n    def __init__(self, **_): raise OSError('made')", "made"),
     ],
 )  # fmt: skip

@@ -166,7 +166,7 @@ def test_of_many_at_once_each_is_answered_or_429(small):
 
 
 def test_a_client_that_reads_a_byte_at_a_time_makes_room(small, monkeypatch):
-    monkeypatch.setattr("kvgate.board.api.chat.chunk", lambda head, delta, finish=None: {"filled": "x" * 500_000})
+    monkeypatch.setattr("kvgate.board.answers.chunk", lambda *_, **__: {"filled": "x" * 500_000})
     made = []
     for _ in range(small.server.limit):
         made.append(small.raw(stream=True, max_tokens=9))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvgate.board.chat import Bad
+from kvgate.board.fields import Bad
 
 _TOKENS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,1000}")  # names of headers, as a preflight asks for them
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+", re.IGNORECASE)

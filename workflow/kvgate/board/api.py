@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvgate.board import chat, measures
+from kvgate.board import chat, fields
 from kvgate.board.access import Access
 from kvgate.board.bodies import Gone
-from kvgate.board.chat import Bad
 from kvgate.board.context import CANCELLED, Run
 from kvgate.board.events import HEADERS, Events
+from kvgate.board.fields import Bad
+from kvgate.board.forms import Completion, Form
 from kvgate.board.handler import Handler, Route
+from kvgate.board.pieces import Piece
 from kvgate.board.service import Service
 from kvgate.board.transport import SPARE, Server
 from kvgate.board.worker import Job
@@ -47,10 +48,13 @@ class Api(Handler):
     def routes(self) -> dict[str, Route]:
         found = {
             "/v1/chat/completions": Route("POST", self._chat),
+            "/v1/completions": Route("POST", self._completion),
             "/v1/models": Route("GET", self._models),
             "/health": Route("GET", self._health, open=True),
             "/healthz": Route("GET", self._health, open=True),
             "/metrics": Route("GET", self._metrics),
+            "/tokenize": Route("POST", self._tokenize),
+            "/detokenize": Route("POST", self._detokenize),
         }
         for name in self.service.names:
             found["/v1/models/" + name] = Route("GET", lambda body, name=name: self._model(name))  # type: ignore[misc]
@@ -88,67 +92,97 @@ class Api(Handler):
         self.json(200, self.service.model(name))
 
     def _chat(self, body: bytes) -> None:
-        request = chat.parse(body, self.service.names[0])
-        try:
-            ids = self.service.text.chat(request.messages)
-        except ValueError as error:
-            raise Bad(str(error), "messages") from None
-        self.service.check(ids, "messages")
-        self._answer(request, ids)
+        self._answer(chat.parse(body, self.service.names), Form)
 
-    def _answer(self, request: chat.Request, ids: list[int]) -> None:
+    def _completion(self, body: bytes) -> None:
+        self._answer(chat.parse_completion(body, self.service.names), Completion)
+
+    def _tokenize(self, body: bytes) -> None:
+        """llama.cpp's: of a raw text; and ours: of a chat, up to where the answer begins."""
+        given = fields.decoded(body)
+        if "messages" in given:
+            ids = self.service.prompt(chat.parse(body, self.service.names))
+        else:
+            fields.neutral(given, {"parse_special": (True,), "with_pieces": (False,)})
+            text = fields.typed(given.pop("content", None), str, "content")
+            ids = self.service.tokens(text, fields.typed(given.pop("add_special", False), bool, "add_special"))
+            self._nothing_more(given)
+        self.json(200, {"tokens": ids, "count": len(ids)})
+
+    def _detokenize(self, body: bytes) -> None:
+        given = fields.decoded(body)
+        ids = fields.typed(given.pop("tokens", None), list, "tokens")
+        for token in ids:
+            if type(token) is not int:
+                raise Bad("tokens: got {}, allowed: whole numbers".format(fields.short(token)), "tokens")
+        self._nothing_more(given)
+        self.json(200, {"content": self.service.words(ids)})
+
+    def _nothing_more(self, given: dict[str, Any]) -> None:
+        given.pop("model", None)
+        for name in given:
+            text = "{}: this route does not know the field".format(fields.short(name))
+            raise Bad(text, name[:64], "unknown_parameter")
+
+    def _answer(self, request: chat.Request, kind: type[Form]) -> None:
         """Raises Bad while nothing was sent; Gone."""
-        run = Run(len(ids))
-        head = {
-            "id": "chatcmpl-" + os.urandom(12).hex(),
-            "created": int(time.time()),
-            "model": self.service.names[0],
-            "system_fingerprint": self.service.fingerprint,
-        }
-        job = self.service.submit(request, ids, run)
+        service = self.service
+        ids = service.prompt(request)
+        service.check(request, ids)
+        runs = [Run(len(ids)) for _ in range(request.answers)]
+        name = None if request.options.logprobs is None else service.text.token
+        form = kind(request.model, service.fingerprint, name)
+        job = service.submit(request, ids, runs)
         self.connection.works()
         try:
             if request.stream:
-                self._stream(request, head, run, job)
+                self._stream(request.usage, form, runs, job)
             else:
-                text = "".join(x for x in self._pieces(run, job) if x)
+                found: list[list[Piece]] = [[] for _ in runs]
+                for index, piece in self._pieces(runs, job):
+                    if piece is not None:
+                        found[index].append(piece)
                 self.connection.answers()
-                self.json(200, {**chat.answer(run, text, head), "timings": measures.timings(run)})
+                self.json(200, form.whole(runs, found))
         finally:
-            self.service.worker.cancel(job)
-        self.note("{} + {} tokens, {:.1f} s".format(run.prompt, len(run.tokens), run.first_seconds + run.seconds))
+            service.worker.cancel(job)
+        seconds = sum(x.first_seconds + x.seconds for x in runs)
+        self.note("{} + {} tokens, {:.1f} s".format(len(ids), sum(len(x.tokens) for x in runs), seconds))
 
-    def _pieces(self, run: Run, job: Job) -> Iterator[str]:
-        """Pieces as they come, and an empty one after `beat` seconds without one. Raises Bad, Gone."""
-        silent = time.monotonic()
-        for piece in job.pieces(_LOOK):
+    def _pieces(
+        self, runs: Sequence[Run], job: Job, silent: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Piece | None]]:
+        """What the job makes, as it comes. `silent` is called after each `beat` seconds without. Raises Bad, Gone."""
+        last = time.monotonic()
+        for made in job.pieces(_LOOK):
             if self.connection.hung_up():
                 raise Gone
             if job.ended:  # what is left is to be sent: a client that does not read may have to make room
                 self.connection.answers()
-            if piece is not None or time.monotonic() - silent >= self.server.beat:
-                silent = time.monotonic()
-                yield piece or ""
-        if run.finish == CANCELLED:
+            if made is not None:
+                yield made
+                last = time.monotonic()
+            elif time.monotonic() - last >= self.server.beat:
+                silent()
+                last = time.monotonic()
+        if runs[-1].finish == CANCELLED:
             raise Bad("the server is stopping", status=503, retry=1)
 
-    def _stream(self, request: chat.Request, head: dict[str, Any], run: Run, job: Job) -> None:
+    def _stream(self, usage: bool, form: Form, runs: Sequence[Run], job: Job) -> None:
         """What is known before is refused with its status; what comes later is an event. Raises Gone."""
         chunked = self.request_version == "HTTP/1.1"
         self.close_connection = self.close_connection or not chunked
         connection = {"Connection": "close"} if self.close_connection else {}
         self.head(200, {**HEADERS, **({"Transfer-Encoding": "chunked"} if chunked else {}), **connection})
         events = Events(self.write, chunked)
-        events.data(chat.chunk(head, {"role": "assistant", "content": ""}))
+        for index in range(len(runs)):
+            for begin in form.first(index):
+                events.data(begin)
         try:
-            for piece in self._pieces(run, job):
-                if piece:
-                    events.data(chat.chunk(head, {"content": piece}))
-                else:
-                    events.comment("waiting")
-            events.data({**chat.chunk(head, {}, run.finish), "timings": measures.timings(run)})
-            if request.usage:
-                events.data({**head, "object": "chat.completion.chunk", "choices": [], "usage": chat.usage(run)})
+            for index, piece in self._pieces(runs, job, lambda: events.comment("waiting")):
+                events.data(form.last(runs[index], index) if piece is None else form.piece(piece, index))
+            if usage:
+                events.data(form.usage(runs))
             events.data("[DONE]")
         except Bad as why:  # too late for a status
             events.data(why.body())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from kvgate.board.chat import Bad
+from kvgate.board.fields import Bad
 
 LIMIT = 1 << 20  # bytes of a body, at most
 _LINE = 256  # bytes of a chunk's first line, at most

@@ -17,7 +17,7 @@ from typing import Any
 from kvgate.board import bodies
 from kvgate.board.access import Access, loopback
 from kvgate.board.bodies import Gone
-from kvgate.board.chat import Bad
+from kvgate.board.fields import Bad
 from kvgate.board.transport import Connection
 
 _LINE = 1 << 16  # bytes of the first line, at most

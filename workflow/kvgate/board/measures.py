@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvgate.board.context import Run
@@ -56,15 +56,20 @@ class Measures:
         return "\n".join(lines) + "\n"
 
 
-def timings(run: Run) -> dict[str, Any]:
-    """Of one answer, by llama.cpp's names. The first token is the prompt's work: the rate is of those after it."""
-    fed, after = run.prompt - run.reused, len(run.tokens) - 1
+def timings(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of all answers to one prompt, by llama.cpp's names.
+
+    An answer's first token is the prompt's work: the rate is of those after it.
+    """
+    fed, answered = sum(x.prompt - x.reused for x in runs), sum(len(x.tokens) for x in runs)
+    after = sum(max(len(x.tokens) - 1, 0) for x in runs)
+    first, rest = sum(x.first_seconds for x in runs), sum(x.seconds for x in runs)
     return {
-        "cache_n": run.reused,
+        "cache_n": runs[0].reused,
         "prompt_n": fed,
-        "prompt_ms": round(run.first_seconds * 1e3, 3),
-        "prompt_per_second": round(fed / run.first_seconds, 3) if run.first_seconds else 0.0,
-        "predicted_n": len(run.tokens),
-        "predicted_ms": round(run.seconds * 1e3, 3),
-        "predicted_per_second": round(after / run.seconds, 3) if after > 0 and run.seconds else 0.0,
+        "prompt_ms": round(first * 1e3, 3),
+        "prompt_per_second": round(fed / first, 3) if first else 0.0,
+        "predicted_n": answered,
+        "predicted_ms": round(rest * 1e3, 3),
+        "predicted_per_second": round(after / rest, 3) if rest else 0.0,
     }

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvgate.board import bundled
-from kvgate.board.chat import Bad
-from kvgate.board.context import CANCELLED, STOP, Context, Run
+from kvgate.board.chat import Request
+from kvgate.board.context import CANCELLED, Context, Run
+from kvgate.board.fields import Bad
 from kvgate.board.measures import Measures
-from kvgate.board.text import Stops, Stream, Text
+from kvgate.board.pieces import Piece, pieces
+from kvgate.board.sampling import Options
+from kvgate.board.text import Text
 from kvgate.board.worker import Full, Job, Worker
 
 _STUCK = 60  # seconds of one step after which /health says so
@@ -25,7 +28,7 @@ class Service:
         self.failed = ""  # why the last generation failed
         self.begun = int(time.time())
         self.fingerprint = "kvgate-" + bundle.contract.digest[:12]
-        self.capacity = bundle.contract.cache.capacity
+        self.capacity, self.vocabulary = bundle.contract.cache.capacity, bundle.contract.vocabulary
 
     def model(self, name: str) -> dict[str, Any]:
         return {
@@ -59,22 +62,43 @@ class Service:
         }
         return self.measures.text(now)
 
-    def check(self, ids: Sequence[int], param: str) -> None:
-        """Raises Bad on a prompt that has no tokens, wrong ones, or too many. param: the field it came from."""
+    def prompt(self, request: Request) -> list[int]:
+        """The prompt's tokens. Raises Bad where it cannot be one."""
+        try:
+            if request.prompt is None:
+                return self.text.chat(request.messages)
+            return self.text.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        except ValueError as error:
+            raise Bad(str(error), _field(request)) from None
+
+    def check(self, request: Request, ids: Sequence[int]) -> None:
+        """Raises Bad on too many tokens, on none, and on those that the model does not have."""
+        param = _field(request)
         if len(ids) > self.capacity:
             text = "This model's maximum context length is {} tokens; the {} are {} tokens."
-            what = "messages" if param == "messages" else "prompt's tokens"
+            what = "messages" if request.prompt is None else "prompt's"
             raise Bad(text.format(self.capacity, what, len(ids)), param, "context_length_exceeded")
         try:
             self.worker.context.check(ids)
+            param = "logit_bias"
+            self.worker.context.check(ids, request.options)
         except ValueError as error:
             raise Bad(str(error), param) from None
 
-    def submit(self, request: Any, ids: Sequence[int], run: Run) -> Job:
-        """A job whose pieces are the answer's text; request: its `options` and `stops`. Raises Bad (429)."""
+    def submit(self, request: Request, ids: Sequence[int], runs: Sequence[Run]) -> Job:
+        """A job whose pieces are (index of the answer, Piece), and (index, None) at an answer's end.
 
-        def work(context: Context, stopped: Callable[[], bool]) -> Iterator[str]:
-            return self._generate(context, request, ids, run, stopped)
+        runs: one for each answer, kept up to date. Raises Bad (429).
+        """
+
+        def work(context: Context, stopped: Callable[[], bool]) -> Iterator[tuple[int, Piece | None]]:
+            for index, run in enumerate(runs):
+                options = request.option(index)
+                for piece in self._generate(context, ids, options, request.stops, run, stopped):
+                    yield index, piece
+                if run.finish == CANCELLED:
+                    return
+                yield index, None
 
         try:
             return self.worker.submit(work)
@@ -83,27 +107,40 @@ class Service:
             raise Bad(text, code="rate_limit_exceeded", status=429, retry=self.worker.retry_after()) from None
 
     def _generate(
-        self, context: Context, request: Any, ids: Sequence[int], run: Run, stopped: Callable[[], bool]
-    ) -> Iterator[str]:
+        self,
+        context: Context,
+        ids: Sequence[int],
+        options: Options,
+        stops: Sequence[str],
+        run: Run,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Piece]:
         """In the worker's thread. Raises Bad."""
-        stream, stops = Stream(self.text.decode), Stops(request.stops)
-        tokens = context.generate(ids, request.options, run, stopped)
         try:
-            for token in tokens:
-                piece, stop = stops.push("" if token in context.end_ids else stream.push(token))
-                if run.finish != CANCELLED and not stop:
-                    rest, stop = stops.push(stream.finish())
-                    piece += rest + ("" if stop else stops.held)
-                if stop:
-                    run.finish = STOP
-                if piece:
-                    yield piece
-                if stop:
-                    break
+            yield from pieces(context, self.text, ids, options, stops, run, stopped)
             self.failed = ""
         except (Exception, SystemExit) as error:  # an engine's runtime raises what it likes
-            self.failed = bundled.one_line(error) or type(error).__name__  # type: ignore[arg-type]
+            self.failed = bundled.one_line(error)  # type: ignore[arg-type]
             raise Bad("the model failed: {}".format(self.failed), status=500) from None
         finally:
-            tokens.close()
             self.measures.generation(run)
+
+    def tokens(self, text: str, start: bool) -> list[int]:
+        """Of a raw text, in which special tokens may be spelled. start: with the tokenizer's own start token."""
+        try:
+            return self.text.encode(text, start)
+        except ValueError as error:
+            raise Bad(str(error), "content") from None
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with special tokens."""
+        wrong = [x for x in ids if not 0 <= x < self.vocabulary]
+        if wrong:
+            text = "tokens: got {}, allowed: 0 to {}".format(wrong[0], self.vocabulary - 1)
+            raise Bad(text, "tokens")
+        return str(self.text.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _field(request: Request) -> str:
+    """Where the prompt stands."""
+    return "messages" if request.prompt is None else "prompt"
