@@ -223,3 +223,158 @@ def test_an_upload_that_asks_first_is_told_to_go_on(served):
         time.sleep(0.05)
         raw.sendall(data)
         assert b"HTTP/1.1 200 OK" in file.read()
+
+
+# Several answers, log probabilities
+
+
+def test_several_answers_are_drawn_each_by_its_own_seed(served):
+    options = {"model": "tiny", "messages": HI, "temperature": 1.7, "max_tokens": 8}
+    answer = served.client.chat.completions.create(n=3, seed=7, **options)
+    texts = [c.message.content for c in answer.choices]
+    assert [c.index for c in answer.choices] == [0, 1, 2] and len(set(texts)) == 3
+    for n, text in enumerate(texts):
+        alone = served.client.chat.completions.create(seed=7 + n, **options)
+        assert alone.choices[0].message.content == text
+    assert answer.usage.prompt_tokens == 21 and answer.usage.completion_tokens == 24
+    assert answer.timings["predicted_n"] == 24 and answer.timings["prompt_n"] == 23  # the last token, each time anew
+    parts, ends = ["", "", ""], []
+    for chunk in served.client.chat.completions.create(n=3, seed=7, stream=True, **options):
+        (choice,) = chunk.choices
+        parts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends.append((choice.index, choice.finish_reason))
+    assert parts == texts and ends == [(0, "length"), (1, "length"), (2, "length")]
+
+
+def test_log_probabilities_of_a_stream_are_those_of_the_whole(served):
+    options = {"model": "tiny", "messages": HI, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    whole = served.client.chat.completions.create(**options).choices[0]
+    told = whole.logprobs.content
+    assert len(told) == 12 and all(len(x.top_logprobs) == 2 for x in told)
+    for x in told:  # greedy: the best one was taken
+        assert x.logprob == x.top_logprobs[0].logprob <= 0 and x.token == x.top_logprobs[0].token
+    assert b"".join(bytes(x.bytes) for x in told).decode("utf-8", "replace") == whole.message.content
+    parts = []
+    for chunk in served.client.chat.completions.create(stream=True, **options):
+        if chunk.choices[0].logprobs:
+            parts += chunk.choices[0].logprobs.content
+    assert parts == told
+    assert served.client.chat.completions.create(model="tiny", messages=HI, max_tokens=1).choices[0].logprobs is None
+
+
+def test_sampling_s_fields_reach_the_sampler(served):
+    client = served.client
+    options = {"model": "tiny", "messages": HI, "max_tokens": 4}
+    usual = client.chat.completions.create(**options, logprobs=True).choices[0]
+    first = client.chat.completions.create(**options, logit_bias={"77": 100}, logprobs=True).choices[0]
+    assert len({x.token for x in first.logprobs.content}) == 1 and first.message != usual.message
+    best = client.chat.completions.create(**options, temperature=2, extra_body={"top_k": 1}).choices[0]
+    assert best.message == usual.message
+    status, _, answer = served.ask(body={"messages": HI, "logit_bias": {"99999": 1}})
+    assert status == 400 and answer["error"]["param"] == "logit_bias"
+
+
+# Completions
+
+
+def test_a_completion_goes_on_with_the_text_as_it_is(served, rows):
+    raw = "<|start|>user\nHi<|end|>\n"
+    client = served.client
+    prompt = served.ask(path="/tokenize", body={"messages": HI})[2]["tokens"]
+    assert prompt == rows.prompt
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=12)
+    assert answer.choices[0].text == rows.trace["text"] and answer.object == "text_completion"
+    assert answer.id.startswith("cmpl-") and answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (21, 12)
+    assert answer.timings["predicted_n"] == 12
+    ids = served.ask(path="/tokenize", body={"content": raw, "add_special": True})[2]["tokens"]
+    by_text, by_ids = (client.completions.create(model="tiny", prompt=x, max_tokens=6) for x in (raw, [ids]))
+    assert by_text.choices == by_ids.choices and by_text.usage.prompt_tokens == len(ids)
+    assert client.completions.create(model="tiny", prompt="Hi").usage.completion_tokens == 16  # OpenAI's default
+
+
+def test_a_completion_streams(served, rows):
+    options = {"model": "tiny", "prompt": rows.prompt, "max_tokens": 12, "logprobs": 1}
+    whole = served.client.completions.create(**options).choices[0]
+    assert whole.text == rows.trace["text"] and len(whole.logprobs.tokens) == 12
+    chunks = list(served.client.completions.create(stream=True, stream_options={"include_usage": True}, **options))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.text
+    assert chunks[-1].usage.completion_tokens == 12 and chunks[-2].choices[0].finish_reason == "length"
+    told = [c.choices[0].logprobs for c in chunks if c.choices and c.choices[0].logprobs]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [x for part in told for x in getattr(part, name)] == getattr(whole.logprobs, name), name
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({}, "prompt", "one text or one list"),
+        ({"prompt": ["a", "b"]}, "prompt", "one text"),
+        ({"prompt": [300]}, "prompt", "token id: got 300"),
+        ({"prompt": [-1]}, "prompt", "token id: got -1"),
+        ({"prompt": "x" * 99}, "prompt", "maximum context length is 48 tokens"),
+        (b'{"prompt": "\\ud83d"}', "prompt", "surrogate"),
+        ({"prompt": "a", "echo": True}, "echo", "got true"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", 'got "b"'),
+        ({"prompt": "a", "messages": HI}, "messages", "does not know"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "got 0"),
+    ],
+)
+def test_completions_that_are_refused(served, body, param, said):
+    status, _, answer = served.ask(path="/v1/completions", body=body)
+    assert status == 400 and answer["error"]["param"] == param and said in answer["error"]["message"]
+    assert served.engine.steps == 0
+
+
+# Tokens
+
+
+def test_tokens_of_a_text_and_back(served, rows):
+    for text in ("Hi there", "漢字 🙂\n", "<|start|>user\n"):
+        status, _, found = served.ask(path="/tokenize", body={"content": text})
+        assert status == 200 and found["count"] == len(found["tokens"]) > 0
+        assert served.ask(path="/detokenize", body={"tokens": found["tokens"]})[2] == {"content": text}
+    plain = served.ask(path="/tokenize", body={"content": "Hi"})[2]["tokens"]
+    special = served.ask(path="/tokenize", body={"content": "Hi", "add_special": True, "model": "x"})[2]["tokens"]
+    assert special[-len(plain) :] == plain
+    assert served.ask(path="/tokenize", body={"messages": HI})[2] == {"tokens": rows.prompt, "count": 21}
+    assert served.ask(path="/tokenize", body={"messages": [{"role": "user", "content": "x" * 99}]})[2]["count"] == 118
+    assert served.ask(path="/detokenize", body={"tokens": []})[2] == {"content": ""}
+    assert served.engine.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/tokenize", {}, "content: got null"),
+        ("/tokenize", {"content": 7}, "content: got 7"),
+        ("/tokenize", b'{"content": "\\ud83d"}', "surrogate"),
+        ("/tokenize", {"content": "a", "parse_special": False}, "parse_special"),
+        ("/tokenize", {"content": "a", "with": 1}, "does not know"),
+        ("/tokenize", {"messages": "a"}, "messages"),
+        ("/detokenize", {}, "tokens: got null"),
+        ("/detokenize", {"tokens": ["a"]}, 'tokens: got "a"'),
+        ("/detokenize", {"tokens": [True]}, "tokens: got true"),
+        ("/detokenize", {"tokens": [-1]}, "tokens: got -1"),
+        ("/detokenize", {"tokens": [10**30]}, "allowed: 0 to "),
+    ],
+)
+def test_tokens_that_are_refused(served, path, body, said):
+    status, _, answer = served.ask(path=path, body=body)
+    assert status == 400 and said in answer["error"]["message"]
+
+
+# Names
+
+
+def test_aliases_are_the_model(bundle):
+    with Served(bundle, aliases=("gpt-4o", "org/model", "tiny")) as served:
+        assert [x.id for x in served.client.models.list().data] == ["tiny", "gpt-4o", "org/model"]
+        assert served.client.models.retrieve("org/model").id == "org/model"
+        for name in ("tiny", "gpt-4o", "org/model"):
+            answer = served.client.chat.completions.create(model=name, messages=HI, max_tokens=1)
+            assert answer.model == name
+        assert served.ask(body={"messages": HI, "max_tokens": 1})[2]["model"] == "tiny"
+        with pytest.raises(openai.NotFoundError, match="allowed: tiny, gpt-4o, org/model"):
+            served.client.chat.completions.create(model="other", messages=HI)

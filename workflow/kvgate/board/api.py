@@ -69,12 +69,11 @@ class Api(Handler):
 
     def note(self, text: str) -> None:
         if self.server.log:
-            route = self.path.partition("?")[0]
-            self.server.say("{} {} {}: {}".format(self.client_address[0], self.command, route, text))
+            self.server.say("{} {} {}: {}".format(self.client_address[0], self.command, self.place[:80], text))
 
     def answered(self, status: int) -> None:
-        path = self.path.partition("?")[0]
-        self.service.measures.request(path if path in self.routes() else "other", status)
+        known = self.place if self.place in self.routes() else "other"
+        self.service.measures.request("/v1/models" if known.startswith("/v1/models") else known, status)
 
     # The routes
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+from urllib.parse import unquote
 
 from kvgate.board import bodies
 from kvgate.board.access import Access, loopback
@@ -53,6 +54,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def answered(self, status: int) -> None:
         """Called once a request. status: 499 where the client was gone before it had one."""
+
+    @property
+    def place(self) -> str:
+        """The request's path without its query, which may hold what is nobody else's business."""
+        return unquote(self.path.partition("?")[0])
 
     @property
     def access(self) -> Access:
@@ -120,7 +126,7 @@ class Handler(BaseHTTPRequestHandler):
     def _routed(self) -> None:
         """Raises Bad, Gone."""
         self.access.check(self.headers, loopback(self.server.server_name))  # type: ignore[attr-defined]
-        route = self.route(self.path.partition("?")[0])
+        route = self.route(self.place)
         if self.command == "OPTIONS":
             return self.send(204, b"", self.access.preflight(self.headers, ", ".join(route.allowed)))
         if self.command not in route.allowed:
@@ -185,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         if why.status == 401:
             more["WWW-Authenticate"] = "Bearer"
         if why.status == 405:
-            more["Allow"] = ", ".join(self.route(self.path.partition("?")[0]).allowed)
+            more["Allow"] = ", ".join(self.route(self.place).allowed)
         self.json(why.status, why.body(), more)
         self.note(why.text)
 
