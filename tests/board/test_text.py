@@ -108,10 +108,11 @@ def theirs_of(pair, messages):
     return list(pair[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
-WORDS = st.lists(
-    st.sampled_from(["the", " ", "   ", "\n", "< ", "<", ">", "|", "im_end", "x<y", "é", "漢", "</think>", "in", "🙂", "[", "]"]),
-    max_size=8,
-).map("".join)  # fmt: skip
+PARTS = [
+    "the", " ", "   ", "\n", "< ", "<", ">", "|", "/", "im_end", "x<y", "é", "漢", "</think>", "in", "🙂", "[",
+    "please",
+]  # fmt: skip
+WORDS = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 PLAIN = WORDS.filter(lambda x: not any(y in x for y in SPELLED))
 HARM = st.lists(st.one_of(WORDS, st.sampled_from([*SPELLED, "<|im_", "end|>", "im_end|>"])), max_size=5).map("".join)
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,15 +7,29 @@ from kvgate import sweep, table
 from kvgate.columns import TIMES
 
 _ENTRY = """\
+import os
+import signal
 import sys
-from pathlib import Path
+
+usual = signal.getsignal(signal.SIGINT)
+if usual is signal.default_int_handler:  # ctrl-C while modules are loaded: no trace
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+from pathlib import Path  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
 sys.dont_write_bytecode = True  # the folder stays what SHA256SUMS says
-from kvgate.board.{program} import main  # noqa: E402
+try:
+    from kvgate.board.{program} import main
 
-sys.exit(main(sys.argv[1:], FOLDER))
+    signal.signal(signal.SIGINT, usual)
+    code = main(sys.argv[1:], FOLDER)
+except KeyboardInterrupt:
+    code = 130
+except Exception as error:  # of numpy, or of a file of this folder
+    code = "{program}: {{}}: {{}}".format(type(error).__name__, " ".join(str(error).split()))
+sys.exit(code)
 """
 _FIGURES = {
     "kv_l2_worst": "K and V off by at most",
@@ -86,6 +100,7 @@ Errors are normalized L2 against the model in float32. `verdict.json` has every 
 sha256sum --quiet -c SHA256SUMS
 pip install -r requirements.txt
 python3 generate.py "What is the capital of France?"
+python3 generate.py --chat
 python3 serve.py --port 8000
 curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "stream": true}}'

@@ -99,8 +99,8 @@ class Text:
         elif BROKEN in text and all(c in _BYTES for c in name):
             data = bytes(_BYTES[c] for c in name)
         else:
-            if name.startswith(_SPACE) and not text.startswith(" "):  # a decoder takes it from a sequence's first word
-                text = " " + text
+            if _SPACE in name:  # a decoder takes the space from a sequence's first word
+                text = name.replace(_SPACE, " ")
             return text, text.encode("utf-8")
         return data.decode("utf-8", "replace"), data
 
