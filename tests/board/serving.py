@@ -13,12 +13,14 @@ from kvgate.board.bundled import Bundle
 from kvgate.board.context import Context
 from kvgate.board.engine import EngineError
 from kvgate.board.ort import Engine
+from kvgate.board.sampling import Options
 from kvgate.board.service import Service
 from kvgate.board.transport import Limits
 from kvgate.board.worker import Worker
 
 HI = [{"role": "user", "content": "Hi"}]
 ROUTE = "/v1/chat/completions"
+USUAL = Options()
 
 
 class Quick(Limits):
@@ -63,7 +65,7 @@ class Lines:
 class Served:
     """A server in this process, on a free port."""
 
-    def __init__(self, folder, limit=2, aliases=(), beat=10.0, **access):
+    def __init__(self, folder, limit=2, aliases=(), beat=10.0, usual=USUAL, **access):
         opened, self.terminal = Bundle(folder), Lines()
 
         def open_context():
@@ -74,7 +76,7 @@ class Served:
 
         self.worker = Worker(open_context, limit)
         self.worker.start()
-        self.service = Service(opened, opened.text(), self.worker, aliases)
+        self.service = Service(opened, opened.text(), self.worker, aliases, usual)
         self.server = ApiServer(
             ("127.0.0.1", 0), self.service, Access(**access), self.terminal.say, log=True, beat=beat
         )

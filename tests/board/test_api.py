@@ -9,6 +9,7 @@ import pytest
 from kvgate.board import transport
 from kvgate.board.context import Run
 from kvgate.board.measures import Measures, timings
+from kvgate.board.sampling import Options
 from serving import HI, ROUTE, Served, wait_for
 
 
@@ -273,6 +274,16 @@ def test_sampling_s_fields_reach_the_sampler(served):
     assert best.message == usual.message
     status, _, answer = served.ask(body={"messages": HI, "logit_bias": {"99999": 1}})
     assert status == 400 and answer["error"]["param"] == "logit_bias"
+
+
+def test_what_the_command_line_says_holds_where_a_request_does_not(bundle):
+    with Served(bundle, usual=Options(max_tokens=3, temperature=1.7, seed=5)) as served:
+        first = served.client.chat.completions.create(model="tiny", messages=HI)
+        asked = {"max_tokens": 3, "temperature": 1.7, "seed": 5}
+        again = served.client.chat.completions.create(model="tiny", messages=HI, **asked)
+        greedy = served.client.chat.completions.create(model="tiny", messages=HI, temperature=0, max_tokens=4)
+        assert first.choices == again.choices and first.usage.completion_tokens == 3
+        assert greedy.usage.completion_tokens == 4 and greedy.choices[0].message != first.choices[0].message
 
 
 # Completions

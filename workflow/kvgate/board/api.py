@@ -91,10 +91,10 @@ class Api(Handler):
         self.json(200, self.service.model(name))
 
     def _chat(self, body: bytes) -> None:
-        self._answer(chat.parse(body, self.service.names), Form)
+        self._answer(chat.parse(body, self.service.names, self.service.usual), Form)
 
     def _completion(self, body: bytes) -> None:
-        self._answer(chat.parse_completion(body, self.service.names), Completion)
+        self._answer(chat.parse_completion(body, self.service.names, self.service.usual), Completion)
 
     def _tokenize(self, body: bytes) -> None:
         """llama.cpp's: of a raw text; and ours: of a chat, up to where the answer begins."""

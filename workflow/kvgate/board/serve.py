@@ -11,12 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from kvgate.board import access, bundled
+from kvgate.board import access, arguments, bundled
 from kvgate.board.api import ApiServer
-from kvgate.board.engine import EngineError
 from kvgate.board.service import Service
 from kvgate.board.terminal import Terminal
-from kvgate.board.text import Unavailable
 from kvgate.board.worker import Worker
 
 _END = 5.0  # seconds that the running answer has to stop at the end
@@ -64,42 +62,41 @@ def parser(folder: Path) -> argparse.ArgumentParser:
         metavar="NAME",
         help="a name of this machine beside localhost, as a proxy sends it; repeatable",
     )
+    arguments.sampling(made)
     bundled.options(made, folder)
-    made.epilog = "It is greedy unless temperature is sent. Without a key who can reach the port can use the model."
+    made.epilog = "--max-tokens to --seed hold where a request says nothing. Without a key who can reach the port can use the model."
     return made
 
 
 def main(argv: list[str], folder: Path) -> int:
     args = parser(folder).parse_args(argv)
-    terminal = Terminal(args.show_runtime)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    worker = None
+    terminal, worker = Terminal(args.show_runtime), None
     try:
         keys = access.keys(args.api_key, args.api_key_file)
         origins = tuple(access.origin(x) for x in args.allow_origin)
-        bundle = bundled.Bundle(args.bundle)
-        text = bundle.text()
-        worker = Worker(lambda: bundled.open_context(args, bundle, terminal), args.queue)
-        worker.start()
-        service = Service(bundle, text, worker, args.alias)
+        rules = access.Access(tuple(x.lower() for x in args.allow_host), origins, keys)
+        with bundled.ends_at_once():
+            bundle = bundled.Bundle(args.bundle)
+            text = bundle.text()
+            worker = Worker(lambda: bundled.open_context(args, bundle, terminal), args.queue)
+            worker.start()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        service = Service(bundle, text, worker, args.alias, arguments.chosen(args))
         try:
-            rules = access.Access(hosts=tuple(x.lower() for x in args.allow_host), origins=origins, keys=keys)
             server = ApiServer((args.host, args.port), service, rules, terminal.say, not args.quiet)
         except OSError as error:
             raise bundled.Refused("{}:{}: {}".format(args.host, args.port, error.strerror or error)) from None
         _serve(server)
         return 0
-    except (bundled.Refused, Unavailable, EngineError, ValueError) as error:
-        terminal.say("serve: {}".format(bundled.one_line(error)))
-        return 1
-    except (Exception, SystemExit) as error:  # a library's or a runtime's: its trace would go where nobody looks
-        terminal.say("serve: {}: {}".format(type(error).__name__, " ".join(str(error).split())))
-        return 1
     except KeyboardInterrupt:
         return 0
+    except BaseException as error:  # of a vendor's package, too: one line on the user's stderr, which is not fd 2 here
+        terminal.say("serve: {}".format(bundled.one_line(error)))
+        return 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
         if worker is not None:
             worker.stop(_END)  # a step that hangs holds the runtime
 

@@ -20,8 +20,17 @@ _STUCK = 60  # seconds of one step after which /health says so
 
 
 class Service:
-    def __init__(self, bundle: bundled.Bundle, text: Text, worker: Worker, aliases: Sequence[str] = ()) -> None:
-        """worker: of a Context, started before the first request; aliases: names beside the bundle's own."""
+    def __init__(
+        self,
+        bundle: bundled.Bundle,
+        text: Text,
+        worker: Worker,
+        aliases: Sequence[str] = (),
+        usual: Options = Options(),
+    ) -> None:
+        """worker: of a Context, started before the first request; aliases: names beside the bundle's own; usual: what
+        holds where a request says nothing."""
+        self.usual = usual
         self.names = (bundle.name, *(x for x in aliases if x != bundle.name))
         self.text, self.worker = text, worker
         self.measures = Measures()
