@@ -435,6 +435,67 @@ def test_ipv6(bundle):
     assert process.returncode == 0
 
 
+def test_its_options_reach_the_server(rows, bundle, tmp_path):
+    """On all addresses with a key: no warning, and the key is nowhere in what is said."""
+    keys = tmp_path / "keys"
+    keys.write_text("sesame\n")
+    words = ("--host", "0.0.0.0", "--api-key-file", str(keys), "--alias", "gpt-4o", "--allow-origin", "http://a:1")
+    process, line, port = start(bundle, *words, "--max-tokens", "12", "--api-key", "other")
+    try:
+        assert line == f"serving tiny on http://0.0.0.0:{port}/v1 (context 48 tokens); ctrl-C ends it\n"
+        for key in ("sesame", "other"):
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key)
+            answer = client.chat.completions.create(
+                model="gpt-4o", messages=HI, extra_headers={"Origin": "http://a:1", "Host": "board.lan"}
+            )
+            assert answer.choices[0].message.content == rows.trace["text"]
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="guess").models.list()
+        with pytest.raises(openai.PermissionDeniedError):
+            client.with_options(default_headers={"Origin": "http://b:1"}).models.list()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=20)[1]
+    assert process.returncode == 0 and "no key or a wrong one" in said
+    assert not [x for x in ("sesame", "other", "guess") if x in said]
+
+
+def test_an_address_of_the_network_without_a_key_is_warned_of(bundle):
+    process, _, _ = start(bundle, "--host", "0.0.0.0")
+    warning = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert warning == "other machines reach this address, and there is no key: --api-key-file FILE\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--api-key-file", "/nothing"), "serve: --api-key-file /nothing: No such file or directory\n"),
+        (("--api-key", "two words"), "serve: API key: got an empty one or other characters"),
+        (("--allow-origin", "localhost:3000"), "serve: --allow-origin: got 'localhost:3000', allowed: *, null, or"),
+        (("--host", "256.1.1.1"), "serve: 256.1.1.1:0: "),
+    ],
+)
+def test_options_that_are_wrong_are_one_line(bundle, words, said):
+    ran = tinyrow.generate(bundle, "--port", "0", *words, program="serve.py")
+    assert ran.returncode == 1 and ran.stderr.startswith(said) and ran.stderr.count("\n") == 1
+    assert "two words" not in ran.stderr
+
+
+def test_it_starts_again_at_once_where_it_has_just_served(bundle):
+    process, _, port = start(bundle)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b"200" in connection.makefile("rb").read()  # the server closes first
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    process, line, again = start(bundle, "--port", str(port))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert again == port, line
+
+
 @pytest.mark.parametrize("closed", [(2,), (1, 2), (0, 1, 2)])
 def test_it_serves_with_closed_streams(rows, bundle, closed, tmp_path):
     port = free_port()

@@ -64,7 +64,9 @@ def parser(folder: Path) -> argparse.ArgumentParser:
     )
     arguments.sampling(made)
     bundled.options(made, folder)
-    made.epilog = "--max-tokens to --seed hold where a request says nothing. Without a key who can reach the port can use the model."
+    made.epilog = """\
+--max-tokens to --seed hold where a request says nothing.
+Without a key, who can reach the port can use the model."""
     return made
 
 

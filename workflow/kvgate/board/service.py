@@ -21,12 +21,7 @@ _STUCK = 60  # seconds of one step after which /health says so
 
 class Service:
     def __init__(
-        self,
-        bundle: bundled.Bundle,
-        text: Text,
-        worker: Worker,
-        aliases: Sequence[str] = (),
-        usual: Options = Options(),
+        self, bundle: bundled.Bundle, text: Text, worker: Worker, aliases: Sequence[str], usual: Options
     ) -> None:
         """worker: of a Context, started before the first request; aliases: names beside the bundle's own; usual: what
         holds where a request says nothing."""
