@@ -41,7 +41,6 @@ class Route:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # a status also for what is no HTTP
-    server_version, sys_version = "kvgate", ""
     connection: Any
     path, status = "", 0  # of the request; of its answer, 0 while there is none
 
@@ -208,6 +207,9 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         with contextlib.suppress(Gone):
             self.json(code, Bad(message or explain or "", status=code).body())
+
+    def version_string(self) -> str:
+        return "kvgate"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Our own lines say more."""
