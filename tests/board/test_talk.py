@@ -59,7 +59,7 @@ def test_a_prompt_on_the_command_line_is_the_first_turn(bundle, alone):
 
 
 def test_a_system_message(bundle, alone, tmp_path):
-    more = ("--max-tokens", "12")
+    more = ("--max-tokens", "20")  # with the message there is no room for so many
     bare, wanted = alone("Hi", *more), alone("Hi", "--system", "S ü", *more)
     assert wanted != bare
     assert said(bundle, "/system S ü\nHi\n/system\nHi\n", *more)[0] == wanted + bare
