@@ -157,6 +157,7 @@ def test_at_a_terminal_ctrl_c_ends_the_answer_and_ctrl_d_the_program(terminal):
     terminal.process.send_signal(signal.SIGINT)
     found = terminal.until("> ")
     assert "Traceback" not in found and "full" not in found  # cut before its end
+    time.sleep(0.5)  # the line editor looks at signals once it waits
     terminal.process.send_signal(signal.SIGINT)  # at the prompt: another prompt
     terminal.until("> ")
     terminal.type("/reset\n")
