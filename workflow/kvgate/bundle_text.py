@@ -22,14 +22,11 @@ sys.path.insert(0, str(FOLDER))
 sys.dont_write_bytecode = True  # the folder stays what SHA256SUMS says
 try:
     from kvgate.board.{program} import main
-
-    signal.signal(signal.SIGINT, usual)
-    code = main(sys.argv[1:], FOLDER)
-except KeyboardInterrupt:
-    code = 130
 except Exception as error:  # of numpy, or of a file of this folder
-    code = "{program}: {{}}: {{}}".format(type(error).__name__, " ".join(str(error).split()))
-sys.exit(code)
+    raise SystemExit("{program}: {{}}: {{}}".format(type(error).__name__, " ".join(str(error).split()))) from None
+
+signal.signal(signal.SIGINT, usual)
+sys.exit(main(sys.argv[1:], FOLDER))
 """
 _FIGURES = {
     "kv_l2_worst": "K and V off by at most",

@@ -41,7 +41,7 @@ def parser(folder: Path) -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str], folder: Path) -> int:
+def _parsed(argv: list[str], folder: Path) -> argparse.Namespace:
     made = parser(folder)
     args = made.parse_args(argv)
     if args.ids is not None and (args.prompt != "-" or args.chat or args.stop):
@@ -50,7 +50,13 @@ def main(argv: list[str], folder: Path) -> int:
         made.error("got --system and --system-file, allowed: one of them")
     if "" in args.stop:
         made.error("argument --stop: got an empty text, allowed: at least one character")
-    terminal, context = Terminal(args.show_runtime), None
+    return args
+
+
+def main(argv: list[str], folder: Path) -> int:
+    with bundled.ends_at_once():
+        args = _parsed(argv, folder)
+        terminal, context = Terminal(args.show_runtime), None
     try:
         with bundled.ends_at_once():
             bundle = bundled.Bundle(args.bundle)
