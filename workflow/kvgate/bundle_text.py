@@ -107,7 +107,8 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
 - Tokens are greedy; `--temperature`, `--top-p` and `--seed`, or the fields of a request, draw them.
 - A conversation has at most {capacity} tokens, the answer among them. A prompt is read one token a step; what it
   has in common with the one before is kept.
-- `serve.py` answers one request at a time, listens on this machine only, and asks for no password.
+- `serve.py` answers one request at a time and listens on this machine only. For others: `--host 0.0.0.0` with
+  `--api-key-file FILE`; for web pages: `--allow-origin ORIGIN`; for clients with a fixed model name: `--alias NAME`.
 - Weights: licence {licence}. Code below `kvgate/`: Apache-2.0.
 """
 

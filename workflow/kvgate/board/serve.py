@@ -71,8 +71,9 @@ Without a key, who can reach the port can use the model."""
 
 
 def main(argv: list[str], folder: Path) -> int:
-    args = parser(folder).parse_args(argv)
-    terminal, worker = Terminal(args.show_runtime), None
+    with bundled.ends_at_once():
+        args = parser(folder).parse_args(argv)
+        terminal, worker = Terminal(args.show_runtime), None
     try:
         keys = access.keys(args.api_key, args.api_key_file)
         origins = tuple(access.origin(x) for x in args.allow_origin)

@@ -50,7 +50,7 @@ class Terminal:
     def say(self, text: str) -> None:
         """A line on the user's stderr. Where nobody reads that any more, the work goes on."""
         with contextlib.suppress(OSError):
-            print("".join(c if c.isprintable() else "?" for c in text), file=self.err)
+            self.err.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
 
 
 def _fill_closed() -> None:
