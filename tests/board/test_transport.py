@@ -165,13 +165,16 @@ def test_of_many_at_once_each_is_answered_or_429(small):
     assert len(found) == 40 and set(found) <= {200, 429} and found.count(200) >= 3
 
 
-def test_a_client_that_reads_a_byte_at_a_time_makes_room(small, monkeypatch):
+def test_clients_that_do_not_read_make_room_when_their_answers_are_made(small, monkeypatch):
     monkeypatch.setattr("kvgate.board.answers.chunk", lambda *_, **__: {"filled": "x" * 500_000})
     made = []
     for _ in range(small.server.limit):
         made.append(small.raw(stream=True, max_tokens=9))
         wait_for(lambda: small.worker.length == 0 and len(small.server.connections) == len(made))
+    first = set(small.server.connections)
+    assert {x.state for x in first} == {transport._ANSWERING}
     assert small.ask("GET", "/health")[0] == 200
+    assert [x.dropped for x in first].count(True) == 1
     for connection in made:
         connection.close()
 

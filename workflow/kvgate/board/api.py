@@ -132,7 +132,7 @@ class Api(Handler):
         name = None if request.options.logprobs is None else service.text.token
         form = kind(request.model, service.fingerprint, name)
         job = service.submit(request, ids, runs)
-        self.connection.works()
+        self.connection.works(job)
         try:
             if request.stream:
                 self._stream(request.usage, form, runs, job)
@@ -141,7 +141,6 @@ class Api(Handler):
                 for index, piece in self._pieces(runs, job):
                     if piece is not None:
                         found[index].append(piece)
-                self.connection.answers()
                 self.json(200, form.whole(runs, found))
         finally:
             service.worker.cancel(job)
@@ -156,8 +155,6 @@ class Api(Handler):
         for made in job.pieces(_LOOK):
             if self.connection.hung_up():
                 raise Gone
-            if job.ended:  # what is left is to be sent: a client that does not read may have to make room
-                self.connection.answers()
             if made is not None:
                 yield made
                 last = time.monotonic()

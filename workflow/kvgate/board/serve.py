@@ -101,7 +101,7 @@ def main(argv: list[str], folder: Path) -> int:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
         if worker is not None:
-            worker.stop(_END)  # a step that hangs holds the runtime
+            worker.stop(0 if worker.stopping.is_set() else _END)
 
 
 def _serve(server: ApiServer) -> None:
@@ -119,11 +119,11 @@ def _serve(server: ApiServer) -> None:
         server.serve_forever(poll_interval=0.1)
     except KeyboardInterrupt:
         say("stopping")
-    service.worker.stopping.set()
     server.socket.close()
     end = time.monotonic() + _END
-    while server.answering() and time.monotonic() < end:
-        time.sleep(0.02)
+    if service.worker.stop(_END):  # else a step hangs
+        while server.answering() and time.monotonic() < end:
+            time.sleep(0.02)
 
 
 if __name__ == "__main__":

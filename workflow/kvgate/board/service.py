@@ -79,8 +79,8 @@ class Service:
         """Raises Bad on too many tokens, on none, and on those that the model does not have."""
         param = _field(request)
         if len(ids) > self.capacity:
-            text = "This model's maximum context length is {} tokens; the {} are {} tokens."
-            what = "messages" if request.prompt is None else "prompt's"
+            text = "This model's maximum context length is {} tokens; the {} {} tokens."
+            what = "messages are" if request.prompt is None else "prompt is"
             raise Bad(text.format(self.capacity, what, len(ids)), param, "context_length_exceeded")
         try:
             self.worker.context.check(ids)

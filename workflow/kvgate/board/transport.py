@@ -17,9 +17,11 @@ from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from kvgate.board.worker import Job
+
 SPARE = 48  # connections beyond those whose requests run or wait
 _GRACE = 1.0  # seconds that a connection has for what it does before it may be the one that makes room
-_CLOSING, _IDLE, _READING, _ANSWERING, _WORKING = range(5)  # what a connection does; the first makes room first
+_CLOSING, _IDLE, _READING, _ANSWERING = range(4)  # what a connection does; the first makes room first
 
 
 class Limits:
@@ -42,6 +44,7 @@ class Connection(io.RawIOBase):
         self._does(_READING, limits.head)  # a new one has something to say
 
     def _does(self, state: int, seconds: float) -> None:
+        self.job: Job | None = None
         self.state, self.since = state, time.monotonic()
         self._end = self.since + seconds
 
@@ -56,9 +59,10 @@ class Connection(io.RawIOBase):
     def answers(self) -> None:
         self._does(_ANSWERING, 0)
 
-    def works(self) -> None:
-        """Its request runs or waits."""
-        self._does(_WORKING, 0)
+    def works(self, job: Job) -> None:
+        """Its request runs or waits until the job has ended."""
+        self._does(_ANSWERING, 0)
+        self.job = job
 
     def closes(self, seconds: float) -> None:
         """Only what the client still sends is read."""
@@ -94,6 +98,14 @@ class Connection(io.RawIOBase):
             return not self.socket.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):
             return True
+
+    def may_go(self) -> bool:
+        """Whether it can be the one that makes room. A request that runs or waits holds it; what is left of the answer
+        then has to be taken like anything else."""
+        since = self.since if self.job is None else self.job.ended
+        if self.dropped or since is None:
+            return False
+        return self.state <= _IDLE or time.monotonic() - since > _GRACE
 
     def drop(self) -> None:
         """From another thread: what the connection's own thread waits for ends."""
@@ -145,20 +157,15 @@ class Server(ThreadingHTTPServer):
         """Returns when one more connection may be. There are more places than requests may run and wait: it ends."""
         with self._changed:
             while len(self.connections) >= self.limit:
-                now = time.monotonic()
-                may_go = [
-                    x
-                    for x in self.connections
-                    if not x.dropped and (x.state <= _IDLE or (x.state < _WORKING and now - x.since > _GRACE))
-                ]
-                if may_go:
-                    min(may_go, key=lambda x: (x.state, x.since)).drop()
+                found = [x for x in self.connections if x.may_go()]
+                if found:
+                    min(found, key=lambda x: (x.state, x.since)).drop()
                 self._changed.wait(0.05)
 
     def answering(self) -> int:
         """Connections whose request is not answered yet."""
         with self._changed:
-            return sum(x.state >= _ANSWERING for x in self.connections)
+            return sum(x.state == _ANSWERING for x in self.connections)
 
     def shutdown_request(self, request: Any) -> None:
         super().shutdown_request(request)

@@ -25,7 +25,7 @@ class Job:
         self._work, self._stopping = work, stopping
         self._cancelled = threading.Event()
         self._made: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.ended = False  # nothing of it runs or waits any more
+        self.ended: float | None = None  # when nothing of it ran or waited any more (time.monotonic)
 
     def stopped(self) -> bool:
         """Whether nobody wants more of it."""
@@ -57,7 +57,7 @@ class Job:
             last: tuple[str, Any] = ("end", None)
         except BaseException as error:
             last = ("error", error)
-        self.ended = True
+        self.ended = time.monotonic()
         self._made.put(last)
 
 
@@ -100,7 +100,7 @@ class Worker:
         with self._changed:
             if job in self._line[1:]:
                 self._line.remove(job)
-                job.ended = True
+                job.ended = time.monotonic()
 
     def stop(self, seconds: float) -> bool:
         """End what runs, close the context and end the thread; whether that was done within `seconds`."""
