@@ -120,6 +120,19 @@ def test_the_memory_has_a_limit_and_the_oldest_goes_first():
     assert (kept.conversations[0].slots[0][0] == 1).all()  # copies
 
 
+def test_one_that_has_to_go_for_the_present_one_is_still_taken_up(folders):
+    context = context_of(folders["cpu_managed"])
+    one, two = Turns(context, [1, 2, 3, 4]), Turns(context, [9, 8, 7, 6])
+    one.say()
+    size = sum(x[: len(context.fed)].nbytes for pair in context.host.views for x in pair)
+    context.kept = Kept(size)  # room for one
+    two.say()
+    run = one.say([5])
+    assert run.reused == 7 and [x.tokens[0] for x in context.kept.conversations] == [9]
+    fresh = context_of(folders["cpu_managed"], engine=context.engine)
+    assert generated(fresh, one.runs[-1][0], FEW).tokens == run.tokens
+
+
 def test_common():
     assert [common(*x) for x in (([], [1]), ([1], [1]), ([1, 2], [1, 3]), ([1, 2], [1, 2, 3]))] == [0, 1, 1, 2]
 

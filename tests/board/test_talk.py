@@ -10,7 +10,7 @@ import time
 
 import pytest
 import tinyrow
-from test_generate import SLOW, context_of, slowed
+from test_generate import SLOW, context_of
 
 LINES = ("--chat", "--max-tokens", "3")
 
@@ -188,8 +188,9 @@ def test_ctrl_c_in_lines_of_a_pipe_ends_the_answer_then_the_program(bundle):
         pass
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
+    process.wait(20)  # before its input ends, too
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, b"") and b"Traceback" not in err, err
 
 
 @pytest.mark.parametrize("when", ["import numpy", "import onnxruntime", "from tokenizers import"])
@@ -215,11 +216,3 @@ exec(open("generate.py").read().replace("__file__", "'generate.py'"))
         env=tinyrow.bare() | {"PYTHONDONTWRITEBYTECODE": "1"}, preexec_fn=tinyrow.interruptible,
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (130, "") and ran.stderr.strip() == "", ran
-
-
-def test_an_answer_that_is_cut_is_still_the_usual_end(bundle):
-    process = slowed(bundle)
-    assert process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
-    assert process.returncode == 130

@@ -219,8 +219,8 @@ def text(argument: str) -> str:
 
 @contextlib.contextmanager
 def ends_at_once() -> Iterator[None]:
-    """While things are loaded ctrl-C ends the process itself: a package that is being imported may turn the exception
-    into another one."""
+    """While things are loaded or closed ctrl-C ends the process itself: a package that is being imported may turn the
+    exception into another one."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or of someone else
         yield
         return

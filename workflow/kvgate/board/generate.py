@@ -86,7 +86,8 @@ def main(argv: list[str], folder: Path) -> int:
         return 1
     finally:
         if context is not None:
-            context.close()
+            with bundled.ends_at_once():
+                context.close()
 
 
 def summary(run: Run) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 Slots = Sequence["tuple[np.ndarray, np.ndarray]"]  # per layer K and V as [S, Hk, D]; slot n is token n's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Conversation:
     tokens: list[int]
     slots: Slots  # as many as tokens
@@ -51,9 +51,10 @@ class Kept:
         self.conversations.append(Conversation(list(tokens), slots, size))
 
     def load(self, conversation: Conversation, count: int, views: Slots) -> None:
-        """Write its first `count` slots into `views`; it counts as used."""
-        self.conversations.remove(conversation)
-        self.conversations.append(conversation)
+        """Write its first `count` slots into `views`; it counts as used, where it is still kept."""
+        if conversation in self.conversations:
+            self.conversations.remove(conversation)
+            self.conversations.append(conversation)
         for mine, theirs in zip(views, conversation.slots):
             for to, kept in zip(mine, theirs):
                 to[:count] = kept[:count]

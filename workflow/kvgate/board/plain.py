@@ -26,7 +26,8 @@ class Plain:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.spelled = {token: x.content for token, x in added.items() if steers(x.content, x.special)}
-        self._other: tuple[Any, dict[int, str], dict[int, int]] | None = None
+        self.names = {token: _name(token) for token in self.spelled}
+        self._others: dict[Callable[[], Any], tuple[Any, dict[int, int]]] = {}
 
     def chat(self, render: Callable[[Sequence[str]], str], contents: Sequence[str]) -> list[int]:
         """The ids of the text that `render` makes of the contents. Raises what it raises, ValueError."""
@@ -52,10 +53,7 @@ class Plain:
 
     def content(self, text: str) -> list[int]:
         """The ids of a text without a template, after the tokenizer's own start token."""
-        if self._found(text)[1]:
-            tokenizer, _, ids = self._secret()
-            return [ids.get(x, x) for x in tokenizer.encode(text).ids]
-        return list(self.tokenizer.encode(text).ids)
+        return self._encoded(text, True) if self._found(text)[1] else list(self.tokenizer.encode(text).ids)
 
     def _found(self, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
         """The ids of a text, and of those that steer: token, begin, end. The unknown word's token may be mere text."""
@@ -75,26 +73,48 @@ class Plain:
 
     def _named(self, text: str, found: Sequence[tuple[int, int, int]], hidden: _Hidden) -> list[int]:
         """The ids of a text whose steering tokens are `found`."""
-        tokenizer, names, ids = self._secret()
         parts, last = [], 0
         for token, begin, end in found:
-            parts += [hidden.shown(text[last:begin]), names[token]]
+            parts += [hidden.shown(text[last:begin]), self.names[token]]
             last = end
-        made = tokenizer.encode("".join(parts) + hidden.shown(text[last:]), add_special_tokens=False)
-        return [ids.get(x, x) for x in made.ids]
+        return self._encoded("".join(parts) + hidden.shown(text[last:]), False)
 
-    def _secret(self) -> tuple[Any, dict[int, str], dict[int, int]]:
-        """The second tokenizer, the names that it has for tokens, and its ids of them -> the ids."""
-        if self._other is None:
-            names = {token: _name(token) for token in self.spelled}
-            renamed = {self.spelled[token]: name for token, name in names.items()}
+    def _encoded(self, text: str, start: bool) -> list[int]:
+        """The ids of a text in which steering tokens stand by their names. start: after the tokenizer's start token."""
+        tokenizer, ids = self._other(self._sharing)
+        if self.spelled.keys() & tokenizer.encode(text, add_special_tokens=False).ids:
+            tokenizer, ids = self._other(self._rebuilt)  # the vocabulary itself has them, as pieces of any text
+        return [ids.get(x, x) for x in tokenizer.encode(text, add_special_tokens=start).ids]
+
+    def _other(self, make: Callable[[], Any]) -> tuple[Any, dict[int, int]]:
+        """A second tokenizer, made once, and its ids of added tokens -> the first one's."""
+        if make not in self._others:
             try:
-                made = type(self.tokenizer).from_str(_renamed(json.loads(self.tokenizer.to_str()), renamed))
+                made = make()
             except Exception as error:
                 text = "messages: got a special token in a text, which this tokenizer cannot take as plain text: {}"
                 raise ValueError(text.format(" ".join(str(error).split()))) from None
-            self._other = made, names, {made.token_to_id(name): token for token, name in names.items()}
-        return self._other
+            added = self.tokenizer.get_added_tokens_decoder()
+            ids = {made.token_to_id(self.names.get(token, x.content)): token for token, x in added.items()}
+            self._others[make] = made, ids
+        return self._others[make]
+
+    def _sharing(self) -> Any:
+        """Over the same model: quick, and without a copy of a large vocabulary."""
+        made = type(self.tokenizer)(self.tokenizer.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if getattr(self.tokenizer, part) is not None:
+                setattr(made, part, getattr(self.tokenizer, part))
+        added = sorted(self.tokenizer.get_added_tokens_decoder().items())
+        for token, x in added:
+            x.content = self.names.get(token, x.content)
+        made.add_tokens([x for _, x in added])
+        return made
+
+    def _rebuilt(self) -> Any:
+        """Over a model whose vocabulary has the names, too: it spells none of them."""
+        renamed = {self.spelled[token]: name for token, name in self.names.items()}
+        return type(self.tokenizer).from_str(_renamed(json.loads(self.tokenizer.to_str()), renamed))
 
 
 class _Hidden:
@@ -134,8 +154,8 @@ def _renamed(tokenizer: dict[str, Any], names: dict[str, str]) -> str:
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if model.get("merges"):
-        pairs = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
-        model["merges"] = [x for x in pairs if "".join(x) not in names and not names.keys() & set(x)]
+        pairs = (x.split(" ") if isinstance(x, str) else x for x in model["merges"])
+        model["merges"] = [x for x in pairs if names.keys().isdisjoint((*x, "".join(x)))]
     return json.dumps(tokenizer)
 
 
