@@ -1,5 +1,6 @@
 """What the routes answer: streams that are alive while they wait, health, measures, names."""
 
+import http.client
 import json
 import re
 import time
@@ -53,9 +54,10 @@ def test_a_stream_begins_at_once_and_is_alive_while_it_waits(bundle, rows):
             assert "".join(json.loads(x) for x in re.findall(r'".*?(?<!\\)"', text)) == rows.trace["text"]
 
 
-def test_the_openai_client_reads_over_the_comments(bundle, rows):
+def test_the_openai_client_reads_over_the_comments(bundle, rows, monkeypatch):
+    monkeypatch.setattr("kvgate.board.api._LOOK", 0.01)
     with Served(bundle, beat=0.0) as served:  # one at each look
-        served.engine.seconds = 0.12
+        served.engine.seconds = 0.02
         chunks = list(served.client.chat.completions.create(model="tiny", messages=HI, max_tokens=12, stream=True))
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == rows.trace["text"]
 
@@ -198,8 +200,6 @@ def test_a_body_in_chunks_is_a_body(served, rows):
         data = json.dumps({"messages": HI, "max_tokens": 12}).encode()
         for n in range(0, len(data), 7):
             yield data[n : n + 7]
-
-    import http.client
 
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     for _ in range(2):  # and the connection goes on

@@ -32,7 +32,7 @@ class Access:
         """
         host = headers.get("Host", "")
         known = _name(host) in ("", "localhost", *self.hosts) or loopback(_name(host))
-        if local and not known and "*" not in self.hosts:
+        if local and not known:
             raise Bad("Host: got {!r}, allowed: localhost or --allow-host NAME".format(host[:60]), status=403)
         origin = headers.get("Origin")
         own = (known or _is_address(_name(host))) and origin in ("http://" + host, "https://" + host)

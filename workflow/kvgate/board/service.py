@@ -124,7 +124,7 @@ class Service:
             yield from pieces(context, self.text, ids, options, stops, run, stopped)
             self.failed = ""
         except (Exception, SystemExit) as error:  # an engine's runtime raises what it likes
-            self.failed = bundled.one_line(error)  # type: ignore[arg-type]
+            self.failed = bundled.one_line(error)
             raise Bad("the model failed: {}".format(self.failed), status=500) from None
         finally:
             self.measures.generation(run)

@@ -102,7 +102,8 @@ class Connection(io.RawIOBase):
     def may_go(self) -> bool:
         """Whether it can be the one that makes room. A request that runs or waits holds it; what is left of the answer
         then has to be taken like anything else."""
-        since = self.since if self.job is None else self.job.ended
+        job = self.job  # its own thread may change it now
+        since = self.since if job is None else job.ended
         if self.dropped or since is None:
             return False
         return self.state <= _IDLE or time.monotonic() - since > _GRACE
