@@ -6,7 +6,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from kvgate.board.sampling import Options, Sampler, logprob, pick
+from kvgate.board.sampling import Options, Sampler, _best, logprob, pick
 
 LOGITS = np.log(np.float32([0.1, 0.4, 0.05, 0.25, 0.2]))
 
@@ -86,6 +86,12 @@ def test_neutral_greedy_looks_at_the_logits_as_they_are():
             return np.int64(3)
 
     assert Sampler(Options(), [1, 2]).next(Logits()) == 3  # nothing else is asked of them
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(0, 33))
+def test_the_best_are_the_first_of_a_stable_sort(values, count):
+    values = np.array(values, np.float64)
+    assert np.array_equal(_best(values, count), np.argsort(-values, kind="stable")[:count])
 
 
 def test_log_probabilities_are_of_the_model_s_own_logits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def main(argv: list[str], folder: Path) -> int:
         return 1
     finally:
         if context is not None:
-            with bundled.ends_at_once():
+            with bundled.ends_at_once(), contextlib.suppress(Exception):  # the text is there already
                 context.close()
 
 

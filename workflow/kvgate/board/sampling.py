@@ -79,7 +79,7 @@ def pick(logits: np.ndarray, options: Options, draw: Callable[[], float]) -> int
     scaled = logits.astype(np.float64)
     with np.errstate(over="ignore"):  # a tiny temperature: -inf, a weight of 0
         weights = np.exp((scaled - scaled.max()) / options.temperature)
-    order = np.argsort(-weights, kind="stable")[: options.top_k or None]
+    order = _best(weights, options.top_k or len(weights))
     total = np.cumsum(weights[order])
     kept = int(np.searchsorted(total, options.top_p * total[-1])) + 1
     if options.min_p:
@@ -93,5 +93,15 @@ def logprob(logits: np.ndarray, token: int, count: int) -> Logprob:
     log = logits.astype(np.float64)
     log -= log.max()
     log -= np.log(np.exp(log).sum())
-    order = np.argsort(-log, kind="stable")[:count] if count else ()
-    return Logprob(token, float(log[token]), tuple((int(x), float(log[x])) for x in order))
+    return Logprob(token, float(log[token]), tuple((int(x), float(log[x])) for x in _best(log, count)))
+
+
+def _best(values: np.ndarray, count: int) -> np.ndarray:
+    """The places of the `count` largest values, largest first, of equal ones the first; quick where they are few."""
+    if not count:
+        return np.empty(0, np.int64)
+    if count >= len(values):
+        return np.argsort(-values, kind="stable")
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    places = np.flatnonzero(values >= least)
+    return places[np.argsort(-values[places], kind="stable")][:count]

@@ -85,6 +85,8 @@ class Talk:
             self.turns = []
             if name == "/system":
                 self.system = rest.strip()
+            if self.interactive:
+                self.terminal.say("a new conversation")
         else:
             self.terminal.say("{}: unknown, allowed: /reset, /system, /help, /quit".format(name[:40]))
         return False

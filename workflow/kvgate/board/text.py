@@ -27,7 +27,7 @@ class Text:
     def __init__(self, folder: Path, special: Mapping[str, Any]) -> None:
         """folder: has tokenizer.json and, if the model has one, chat_template.jinja.
 
-        special: `tokens` (the template's variables, bos_token and so on) and `ids` (of all special tokens).
+        special: `tokens`, the template's variables, bos_token and so on.
         Raises Unavailable.
         """
         if not (folder / "tokenizer.json").is_file():
