@@ -148,7 +148,8 @@ def test_a_request_that_runs_or_waits_never_makes_room(small, rows):
         connection.close()
 
 
-def test_of_many_at_once_each_is_answered_or_429(small):
+def test_of_many_at_once_each_is_answered_or_429(small, monkeypatch):
+    monkeypatch.setattr(transport, "_GRACE", 20)  # nobody is slow here
     small.engine.seconds = 0.002
     found, lock = [], threading.Lock()
 
@@ -168,11 +169,10 @@ def test_of_many_at_once_each_is_answered_or_429(small):
 def test_clients_that_do_not_read_make_room_when_their_answers_are_made(small, monkeypatch):
     monkeypatch.setattr("kvgate.board.answers.chunk", lambda *_, **__: {"filled": "x" * 500_000})
     made = []
-    for _ in range(small.server.limit):
+    for n in range(small.server.limit):
         made.append(small.raw(stream=True, max_tokens=9))
-        wait_for(lambda: small.worker.length == 0 and len(small.server.connections) == len(made))
+        wait_for(lambda n=n: sum(x.job is not None and x.job.ended is not None for x in small.server.connections) > n)
     first = set(small.server.connections)
-    assert {x.state for x in first} == {transport._ANSWERING}
     assert small.ask("GET", "/health")[0] == 200
     assert [x.dropped for x in first].count(True) == 1
     for connection in made:
