@@ -111,10 +111,13 @@ def test_idle_connections_make_room_the_oldest_first(small):
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert one(connection)[0] == 200
     wait_for(lambda: {x.state for x in small.server.connections} == {transport._IDLE})
+    before = sorted(small.server.connections, key=lambda x: x.since)
+    places = {x.getsockname(): x for x in made}
+    oldest, newest = (places[x.socket.getpeername()] for x in (before[0], before[-1]))
     assert small.ask("GET", "/healthz")[0] == 200
-    assert made[0].recv(1) == b""
-    made[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    assert one(made[-1])[0] == 200
+    assert oldest.recv(1) == b"" and [x.dropped for x in before] == [True] + [False] * (len(before) - 1)
+    newest.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert one(newest)[0] == 200
     for connection in made:
         connection.close()
 

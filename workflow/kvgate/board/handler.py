@@ -191,8 +191,8 @@ class Handler(BaseHTTPRequestHandler):
             more["WWW-Authenticate"] = "Bearer"
         if why.status == 405:
             more["Allow"] = ", ".join(self.route(self.place).allowed)
+        self.note(why.text)  # before the client knows: it may end us then
         self.json(why.status, why.body(), more)
-        self.note(why.text)
 
     def _drain(self) -> None:
         """Let the client read the answer before the connection is reset for what it has sent and nobody read."""

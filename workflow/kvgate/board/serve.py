@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -115,10 +116,14 @@ def _serve(server: ApiServer) -> None:
     )
     if not access.loopback(server.server_name) and not server.access.keys:
         say("other machines reach this address, and there is no key: --api-key-file FILE")
+    # In a thread of its own: the exception of a signal would cut off a connection that was just taken.
+    accepts = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
+    accepts.start()
     try:
-        server.serve_forever(poll_interval=0.1)
+        accepts.join()
     except KeyboardInterrupt:
         say("stopping")
+    server.shutdown()
     server.socket.close()
     end = time.monotonic() + _END
     if service.worker.stop(_END):  # else a step hangs
