@@ -45,6 +45,17 @@ def test_a_prompt_that_already_went_through_a_template_is_refused(results, tmp_p
     assert "special token '<|start|>'" in blocked(results, "<|start|>user\nHi<|end|>", tmp_path, **CHAT)
 
 
+def test_an_added_token_that_steers_is_refused_though_it_is_not_called_special(tokenizer):
+    """A bundle takes its spelling as plain text; words that were added are text on both sides."""
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<filename>", "kvgate"])
+    with pytest.raises(record.Blocked, match="special token '<filename>'"):
+        trace.prompt_ids(other, "see <filename> there")
+    with pytest.raises(record.Blocked, match="special token '<filename>'"):
+        trace.prompt_ids(_without_template(other), "see <filename> there")
+    assert other.convert_tokens_to_ids("kvgate") in trace.prompt_ids(other, "see kvgate there")
+
+
 def test_raw_tokens_without_a_template(tokenizer):
     bare = trace.prompt_ids(_without_template(tokenizer), "Hi")
     assert tokenizer.decode(bare) == "Hi"

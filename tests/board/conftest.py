@@ -1,7 +1,8 @@
-"""A row's results and its bundle for ONNX Runtime, made once a test file."""
+"""A row's results and its bundle for ONNX Runtime, made once a test file; and a server of it."""
 
 import pytest
 import tinyrow
+from serving import Served
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +13,9 @@ def rows(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bundle(rows):
     return rows.bundle(tinyrow.HOST)
+
+
+@pytest.fixture
+def served(bundle):
+    with Served(bundle) as made:
+        yield made

@@ -76,6 +76,38 @@ def test_a_board_without_a_tokenizer(board, row):
     assert "serve: text: needs the Python package tokenizers" in ran.stderr
 
 
+# As serve.py does it: the runtime is opened, stepped and closed in a thread that is not the first one.
+IN_A_THREAD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from kvgate.board import bundled, serve, worker
+from kvgate.board.context import Options, Run
+from kvgate.board.terminal import Terminal
+folder = Path(sys.argv[1])
+args = serve.parser(folder).parse_args(["--backend", sys.argv[2]])
+terminal = Terminal()
+made = worker.Worker(lambda: bundled.open_context(args, bundled.Bundle(folder), terminal), 1)
+made.start()
+ids = [int(x) for x in sys.argv[3].split(",")]
+for n in range(2):
+    job = made.submit(lambda context, stopped: context.generate(ids, Options(int(sys.argv[4])), Run(len(ids)), stopped))
+    terminal.out.write(" ".join(str(x) for x in job.pieces(1) if x is not None) + "\\n")
+terminal.out.flush()
+terminal.say("closed: {}".format(made.stop(20)))
+"""
+
+
+@pytest.mark.parametrize("engine", ["lite", "native"])
+def test_the_thread_of_a_server_gets_the_same_tokens(board, row, engine):
+    bundle = bundled(row)
+    wanted = [int(x) for x in generate(board, bundle, PROMPT, engine).stdout.split()]
+    ran = board.run("-I", "-c", IN_A_THREAD, str(bundle), engine, ",".join(map(str, PROMPT)), str(TOKENS))
+    assert ran.returncode == 0 and ran.stderr.splitlines()[-1:] == ["closed: True"], ran.stderr
+    assert [[int(x) for x in line.split()] for line in ran.stdout.splitlines()] == [wanted, wanted]
+    assert len(wanted) == TOKENS
+
+
 def test_the_core_mask_that_is_taken_is_said(board, row):
     bundle = bundled(row)
     words = ("--ids", "1,2", "--max-tokens", "1", "--core-mask", "0_1_2")

@@ -7,14 +7,25 @@ from kvgate import behaviour, columns, sweep
 from kvgate.columns import TIMES
 
 _ENTRY = """\
+import os
+import signal
 import sys
-from pathlib import Path
+
+usual = signal.getsignal(signal.SIGINT)
+if usual is signal.default_int_handler:  # ctrl-C while modules are loaded: no trace
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+from pathlib import Path  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
 sys.dont_write_bytecode = True  # the folder stays what SHA256SUMS says
-from kvgate.board.{program} import main  # noqa: E402
+try:
+    from kvgate.board.{program} import main
+except Exception as error:  # of numpy, or of a file of this folder
+    raise SystemExit("{program}: {{}}: {{}}".format(type(error).__name__, " ".join(str(error).split()))) from None
 
+signal.signal(signal.SIGINT, usual)
 sys.exit(main(sys.argv[1:], FOLDER))
 """
 _FIGURES = {
@@ -86,16 +97,20 @@ Errors are normalized L2 against the model in float32. `verdict.json` has every 
 sha256sum -c SHA256SUMS
 pip install -r requirements.txt
 python3 generate.py "What is the capital of France?"
+python3 generate.py --chat
 python3 serve.py --port 8000
 curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "stream": true}}'
 ```
 {pc if chip else ""}
 - Python 3.9 or newer. Without `tokenizers` and `jinja2` token ids work: `python3 generate.py --ids 1,2,3`.
-- Tokens are greedy; `--temperature`, `--top-p` and `--seed`, or the fields of a request, draw them.
+- Tokens are greedy; `--temperature`, `--top-k`, `--top-p`, `--min-p` and `--seed`, or the fields of a request, draw
+  them. What a message spells is plain text: only the chat template makes special tokens.
 - A conversation has at most {capacity} tokens, the answer among them. A prompt is read one token a step; what it
-  has in common with the one before is kept.
-- `serve.py` answers one request at a time, listens on this machine only, and asks for no password.
+  begins with in common with an earlier one is kept (`--keep`, MiB).
+- What cannot be opened, a damaged file or a runtime's own failure, is one line on stderr and exit code 1.
+- `serve.py` answers one request at a time and listens on this machine only. For others: `--host 0.0.0.0` with
+  `--api-key-file FILE`; for web pages: `--allow-origin ORIGIN`; for clients with a fixed model name: `--alias NAME`.
 - Weights: licence {licence}. Code below `kvgate/`: Apache-2.0.
 """
 

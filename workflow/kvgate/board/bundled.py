@@ -6,10 +6,13 @@ Python 3.9, numpy only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
+import os
 import platform
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from kvgate.board import environment
-from kvgate.board.context import Context
+from kvgate.board.context import KEEP, Context
 from kvgate.board.engine import EngineError
 from kvgate.board.terminal import Terminal
-from kvgate.board.text import Text
+from kvgate.board.text import Text, Unavailable
 from kvgate.contract import Contract
 from kvgate.strategies.host import Host
 
@@ -41,16 +44,21 @@ class Bundle:
         try:
             self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             self.contract = Contract.from_json((folder / CONTRACT).read_text(encoding="utf-8"))
-            if self.facts["version"] != VERSION:
-                raise ValueError("got version {!r}, known: {}".format(self.facts["version"], VERSION))
+            self._check()
+        except Refused:
+            raise
         except OSError as error:
             raise Refused("{}: {}".format(error.filename, error.strerror)) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refused("{}: no bundle of this version: {}".format(folder, error)) from None
+        except Exception as error:  # whatever damaged JSON leads to
+            raise Refused("{}: no bundle of this version: {}".format(folder, one_line(error))) from None
+
+    def _check(self) -> None:
+        if self.facts["version"] != VERSION:
+            raise ValueError("got version {!r}, known: {}".format(self.facts["version"], VERSION))
         if self.contract.digest != self.facts["contract_digest"]:
             raise Refused("{}: is not the contract that {} names".format(CONTRACT, FACTS))
         for name, size in self.facts["sizes"].items():
-            path = folder / name
+            path = self.folder / name
             got = path.stat().st_size if path.is_file() else None
             if got != size and not (got is None and name == self.facts["artifact"]):  # a PC may do without it
                 raise Refused(
@@ -73,10 +81,18 @@ class Bundle:
         """Raises text.Unavailable."""
         return Text(self.folder, self.facts["special"])
 
-    def context(self, engine: str, graph: Path | None, core_mask: str, terminal: Terminal) -> Context:
+    def context(
+        self,
+        engine: str,
+        graph: Path | None,
+        core_mask: str,
+        terminal: Terminal,
+        threads: int | None = None,
+        keep: int = KEEP,
+    ) -> Context:
         """Load the artifact, or with engine `onnxruntime` the graph in the folder `graph`; says what was found.
 
-        Raises Refused, EngineError.
+        threads: of ONNX Runtime (None: one a core); keep: bytes for earlier conversations. Raises Refused, EngineError.
         """
         place = self._place(engine, graph)
         module = environment.ENGINES[engine]
@@ -87,9 +103,21 @@ class Bundle:
             "engine": engine,
             "core_mask": CORE_MASKS[core_mask],
             "perf": False,
+            "threads": threads or len(os.sched_getaffinity(0)),
         }
-        made = importlib.import_module(module).Engine(job, place, self.contract)
-        opened = made.open(lambda phase: None)
+        made = None
+        try:
+            made = importlib.import_module(module).Engine(job, place, self.contract)
+            opened = made.open(lambda phase: None)
+            host = self._host(made)
+        except BaseException as error:
+            if made is not None:
+                with contextlib.suppress(Exception):
+                    made.close()
+            if isinstance(error, (EngineError, Refused, KeyboardInterrupt)):
+                raise
+            # A vendor's package raises what it likes when it is imported, SystemExit too.
+            raise EngineError("engine_missing", "{}: {}".format(engine, one_line(error))) from None
         lines = ["{}: {}".format(x["kind"], x["text"]) for x in opened["findings"]] + terminal.errors()
         if engine != "onnxruntime":
             lines.append(
@@ -97,18 +125,17 @@ class Bundle:
             )
         for line in filter(None, lines):
             terminal.say(line)
-        try:
-            return Context(made, self._host(made), self.facts["end_ids"], terminal.heed)
-        except BaseException:
-            made.close()
-            raise
+        return Context(made, host, self.facts["end_ids"], terminal.heed, keep)
 
     def _host(self, engine: Any) -> Host:
         """The strategy's host half, over the engine's own memory where the engine offers it."""
         half = importlib.import_module("kvgate.strategies.{}.host".format(self.contract.strategy)).Host
         make = getattr(engine, "host", None)
-        with np.load(self.folder / TABLES) as file:
-            tables, mask = dict(file), float(self.facts["mask"])
+        try:
+            with np.load(self.folder / TABLES) as file:
+                tables, mask = dict(file), float(self.facts["mask"])
+        except Exception as error:
+            raise Refused("{}: is damaged: {} (sha256sum -c SHA256SUMS)".format(TABLES, one_line(error))) from None
         host: Host = half(self.contract, tables, mask) if make is None else make(half, tables, mask)
         if hasattr(host, "observes"):  # nobody looks at what the graph gives back beside the new slot
             host.observes = False
@@ -155,6 +182,16 @@ def options(parser: argparse.ArgumentParser, folder: Path) -> None:
     parser.add_argument(
         "--graph", type=Path, metavar="FOLDER", help="with --backend onnxruntime: the folder that has model.onnx"
     )
+    parser.add_argument(
+        "--threads", type=number(int, 1), metavar="N", help="of ONNX Runtime on a PC (default: one a core)"
+    )
+    parser.add_argument(
+        "--keep",
+        type=number(int, 0),
+        default=KEEP >> 20,
+        metavar="MIB",
+        help="memory for earlier conversations, which then go on at once (default: {})".format(KEEP >> 20),
+    )
     parser.add_argument("--core-mask", choices=list(CORE_MASKS), default="auto", help="NPU cores (default: auto)")
     parser.add_argument(
         "--show-runtime", action="store_true", help="let the runtime print; failures that it only prints go unseen then"
@@ -177,6 +214,31 @@ def number(kind: type, low: float, high: float | None = None) -> Callable[[str],
     return read
 
 
+def text(argument: str) -> str:
+    """An argparse type: the argument's bytes as UTF-8, whatever the locale took them for.
+
+    Paths stay as they came: the same locale makes bytes of them again.
+    """
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        raise argparse.ArgumentTypeError("got {!r}, allowed: UTF-8".format(argument)) from None
+
+
+@contextlib.contextmanager
+def ends_at_once() -> Iterator[None]:
+    """While things are loaded or closed ctrl-C ends the process itself: a package that is being imported may turn the
+    exception into another one."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or of someone else
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def open_context(args: argparse.Namespace, bundle: Bundle, terminal: Terminal) -> Context:
     """As the command line asks; without a word there, a PC runs the graph if it is to be found.
 
@@ -187,16 +249,19 @@ def open_context(args: argparse.Namespace, bundle: Bundle, terminal: Terminal) -
     if here and (args.graph or bundle.graph()):
         terminal.say("this PC has no NPU: the graph runs in ONNX Runtime, not {}".format(bundle.facts["artifact"]))
         engine = "onnxruntime"
-    return bundle.context(engine, args.graph, args.core_mask, terminal)
+    return bundle.context(engine, args.graph, args.core_mask, terminal, args.threads, args.keep << 20)
 
 
-def one_line(error: Exception) -> str:
-    text = error.text if isinstance(error, EngineError) else str(error)
-    return " ".join(text.split())
+def one_line(error: BaseException) -> str:
+    """What an error says; what kind it is where that is not one that is meant for people."""
+    text = " ".join((error.text if isinstance(error, EngineError) else str(error)).split())
+    if text and isinstance(error, (EngineError, Refused, Unavailable, ValueError)):
+        return text
+    return "{}: {}".format(type(error).__name__, text) if text else type(error).__name__
 
 
 def _digest(path: Path) -> str:
     try:
         return Contract.from_json(path.read_text(encoding="utf-8")).digest
-    except (OSError, ValueError, KeyError, TypeError):
+    except Exception:  # whatever damaged JSON leads to
         return ""

@@ -1,4 +1,4 @@
-"""The one context that a bundle generates with: a cache, its host half, an engine, and the choice of the next token.
+"""The one context that a bundle generates with: a cache, its host half, an engine, and what it has of earlier prompts.
 
 numpy only, Python 3.9.
 """
@@ -13,19 +13,12 @@ from typing import Any
 import numpy as np
 
 from kvgate.board.engine import EngineError
+from kvgate.board.kept import Kept, common
+from kvgate.board.sampling import Logprob, Options, Sampler, logprob
 from kvgate.strategies.host import Host
 
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How tokens are chosen. temperature 0: the best one; else drawn from the most likely ones that sum to `top_p`."""
-
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+KEEP = 64 << 20  # bytes of earlier conversations
 
 
 @dataclass
@@ -38,31 +31,29 @@ class Run:
     finish: str = CANCELLED
     first_seconds: float = 0.0  # to the first token
     seconds: float = 0.0  # from the first token to the last
-
-
-def pick(logits: np.ndarray, options: Options, draw: Callable[[], float]) -> int:
-    """The next token of logits [V]. draw: a uniform number of [0, 1)."""
-    if options.temperature == 0:
-        return int(logits.argmax())
-    scaled = logits.astype(np.float64)
-    with np.errstate(over="ignore"):  # a tiny temperature: -inf, a weight of 0
-        weights = np.exp((scaled - scaled.max()) / options.temperature)
-    order = np.argsort(-weights, kind="stable")
-    total = np.cumsum(weights[order])
-    kept = int(np.searchsorted(total, options.top_p * total[-1])) + 1
-    total = total[:kept]
-    return int(order[min(np.searchsorted(total, draw() * total[-1], side="right"), len(total) - 1)])
+    logprobs: list[Logprob] = field(default_factory=list)  # one a token, where they were asked for
 
 
 class Context:
-    """Generates from one prompt at a time; keeps the cache where the next prompt begins with the same tokens."""
+    """Generates from one prompt at a time. What it begins with alike with the one before, or with an earlier one that
+    is kept, is not computed again."""
 
     def __init__(
-        self, engine: Any, host: Host, end_ids: Sequence[int], heed: Callable[[], None] = lambda: None
+        self,
+        engine: Any,
+        host: Host,
+        end_ids: Sequence[int],
+        heed: Callable[[], None] = lambda: None,
+        keep: int = KEEP,
     ) -> None:
-        """heed: called after each step of the engine; raises EngineError where the step failed nevertheless."""
+        """heed: called after each step of the engine; raises EngineError where the step failed nevertheless.
+
+        keep: bytes for earlier conversations.
+        """
         self.engine, self.host, self.end_ids, self.heed = engine, host, frozenset(end_ids), heed
         self.fed: list[int] = []  # the tokens in the cache
+        self.asked = 0  # how many of them are the last prompt's
+        self.kept = Kept(keep)
         self.stepping: float | None = None  # when the step began that is running now (time.monotonic)
         # A half that fills the cache its own way keeps slots its own way: that one starts over each time.
         self.by_position = type(host).fill is Host.fill
@@ -72,11 +63,12 @@ class Context:
         """The most tokens of a prompt; with n of them, capacity - n + 1 can be generated."""
         return self.host.contract.cache.capacity
 
-    def check(self, ids: Sequence[int]) -> None:
-        """Raises ValueError on a prompt without tokens, with more than the capacity, or outside the vocabulary."""
+    def check(self, ids: Sequence[int], options: Options = Options()) -> None:  # noqa: B008
+        """Raises ValueError on a prompt without tokens, with more than the capacity, or outside the vocabulary; on a
+        bias of such a token, too."""
         if not ids:
             raise ValueError("prompt: got no tokens, allowed: at least 1")
-        wrong = [x for x in ids if not 0 <= x < self.host.contract.vocabulary]
+        wrong = [x for x in (*ids, *options.bias) if not 0 <= x < self.host.contract.vocabulary]
         if wrong:
             raise ValueError("token id: got {}, allowed: 0 to {}".format(wrong[0], self.host.contract.vocabulary - 1))
         if len(ids) > self.capacity:
@@ -90,9 +82,9 @@ class Context:
         `stopped` is asked before each step. `run` is kept up to date; its `finish` stays `cancelled` where the
         generation was stopped. Raises ValueError as `check`, EngineError where a step fails or gives no finite logits.
         """
-        self.check(ids)
+        self.check(ids, options)
         begin = time.monotonic()
-        generator = np.random.Generator(np.random.PCG64(options.seed))
+        sampler = Sampler(options, ids)
         run.reused = self._rewind(ids)
         for token in ids[run.reused :]:
             if stopped():
@@ -101,8 +93,10 @@ class Context:
         first = time.monotonic()
         run.first_seconds = first - begin
         while True:
-            token = pick(logits, options, generator.random)
+            token = sampler.next(logits)
             run.tokens.append(token)
+            if options.logprobs is not None:
+                run.logprobs.append(logprob(logits, token, options.logprobs))
             run.seconds = time.monotonic() - first
             if token in self.end_ids:
                 run.finish = STOP
@@ -117,22 +111,31 @@ class Context:
         self.engine.close()
 
     def _rewind(self, ids: Sequence[int]) -> int:
-        """Cut the cache to what it has in common with `ids`; their last token is always fed. Returns the length."""
-        kept = 0
+        """Make the cache hold what it, or a kept conversation, has in common with `ids`; their last token is always
+        fed. Returns the length."""
+        length, other = 0, None
         if self.by_position:
-            for old, new in zip(self.fed, ids[:-1]):
-                if old != new:
-                    break
-                kept += 1
-        if kept == 0:
+            before = ids[:-1]
+            length = common(self.fed, before)
+            kept, longer = self.kept.best(before)
+            if longer > length:
+                other = kept
+            # Another answer to the prompt that is there takes the place of its last one.
+            if length < len(self.fed) and not (other is None and length == len(before) and len(ids) >= self.asked):
+                self.kept.save(self.fed, self.host.views)
+            if other is not None:
+                self.kept.load(other, longer, self.host.views)
+                self.fed, length = other.tokens[:longer], longer
+        if length == 0:
             self.host.reset()
         else:  # as if these tokens alone had been fed: the slots after them are as `reset` leaves them
             for key, value in self.host.views:
-                key[kept:] = 0
-                value[kept:] = 0
-            self.host.length = kept
-        del self.fed[kept:]
-        return kept
+                key[length:] = 0
+                value[length:] = 0
+            self.host.length = length
+        del self.fed[length:]
+        self.asked = len(ids)
+        return length
 
     def _step(self, token: int) -> np.ndarray:
         """Feed a token; the logits [V] that it gives."""

@@ -13,10 +13,11 @@ from kvgate.contract import Contract
 
 
 class Engine:
-    """One thread, so that equal graphs give equal numbers."""
+    """One thread, so that equal graphs give equal numbers, unless the job says `threads`."""
 
     def __init__(self, job: Mapping[str, Any], folder: Path, contract: Contract) -> None:
         self.graph, self.contract = folder / "model.onnx", contract
+        self.threads = int(job.get("threads", 1))
         self.session: Any = None
 
     def open(self, say: Callable[[str], None]) -> dict[str, Any]:
@@ -26,13 +27,14 @@ class Engine:
         except ImportError as error:
             raise EngineError("engine_missing", "onnxruntime: {}".format(error)) from None
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.intra_op_num_threads, options.inter_op_num_threads = self.threads, 1
         options.log_severity_level = 3
         say("init")
         try:
             self.session = onnxruntime.InferenceSession(str(self.graph), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise EngineError("contract", "onnxruntime: {}".format(str(error).splitlines()[0])) from None
+            text = (str(error).splitlines() or [type(error).__name__])[0]
+            raise EngineError("contract", "onnxruntime: {}".format(text)) from None
         return {"versions": {"onnxruntime": onnxruntime.__version__}, "core_mask": None, "findings": []}
 
     def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

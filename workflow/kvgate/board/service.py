@@ -1,110 +1,150 @@
-"""The context behind its queue: who may use it, prompts and answers as text, and how it is. Python 3.9."""
+"""A bundle's model behind its worker: prompts and answers as text, and how it is. Python 3.9."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvgate.board import bundled, chat
-from kvgate.board.chat import Bad
-from kvgate.board.context import CANCELLED, STOP, Context, Run
-from kvgate.board.text import Stops, Stream, Text
-from kvgate.board.turns import Full, GaveUp, Queue
+from kvgate.board import bundled
+from kvgate.board.chat import Request
+from kvgate.board.context import CANCELLED, Context, Run
+from kvgate.board.fields import Bad
+from kvgate.board.measures import Measures
+from kvgate.board.pieces import Piece, pieces
+from kvgate.board.sampling import Options
+from kvgate.board.text import Text
+from kvgate.board.worker import Full, Job, Worker
 
-Pieces = Generator[str, None, None]
-_STUCK = 60  # seconds of one step after which /healthz says so
-
-
-class Gone(Exception):
-    """The client hung up."""
+_STUCK = 60  # seconds of one step after which /health says so
 
 
 class Service:
-    """The context behind its queue, and what there is to say about it."""
-
-    def __init__(self, bundle: bundled.Bundle, context: Context, text: Text, limit: int) -> None:
-        self.name, self.context, self.text = bundle.name, context, text
-        self.queue = Queue(limit)
-        self.stopping = threading.Event()
+    def __init__(
+        self, bundle: bundled.Bundle, text: Text, worker: Worker, aliases: Sequence[str], usual: Options
+    ) -> None:
+        """worker: of a Context, started before the first request; aliases: names beside the bundle's own; usual: what
+        holds where a request says nothing."""
+        self.usual = usual
+        self.names = (bundle.name, *(x for x in aliases if x != bundle.name))
+        self.text, self.worker = text, worker
+        self.measures = Measures()
         self.failed = ""  # why the last generation failed
         self.begun = int(time.time())
         self.fingerprint = "kvgate-" + bundle.contract.digest[:12]
+        self.capacity, self.vocabulary = bundle.contract.cache.capacity, bundle.contract.vocabulary
 
-    def model(self) -> dict[str, Any]:
+    def model(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self.begun,
             "owned_by": "kvgate",
-            "context_length": self.context.capacity,
+            "context_length": self.capacity,
         }
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """The status and the body of /healthz; asks nothing of the engine."""
-        began, reason = self.context.stepping, self.failed
+        """The status and the body of /health; asks nothing of the engine."""
+        began, reason = self.worker.context.stepping, self.failed
         if began is not None and time.monotonic() - began > _STUCK:
             reason = "a step has been running for {:.0f} s".format(time.monotonic() - began)
-        busy = self.queue.length
+        busy = self.worker.length
         body = {
             "status": "failed" if reason else "ok",
-            "model": self.name,
+            "model": self.names[0],
             "busy": busy > 0,
             "waiting": max(busy - 1, 0),
         }
         return (503, {**body, "reason": reason}) if reason else (200, body)
 
-    def ids(self, request: chat.Request) -> list[int]:
-        """The prompt. Raises Bad where it is none, or too long."""
+    def metrics(self) -> str:
+        busy = self.worker.length
+        now = {
+            "requests_running": min(busy, 1),
+            "requests_waiting": max(busy - 1, 0),
+            "queue_limit": self.worker.limit,
+        }
+        return self.measures.text(now)
+
+    def prompt(self, request: Request) -> list[int]:
+        """The prompt's tokens. Raises Bad where it cannot be one."""
         try:
-            ids = self.text.chat(request.messages)
-            if len(ids) <= self.context.capacity:
-                self.context.check(ids)
-                return ids
+            if request.prompt is None:
+                return self.text.chat(request.messages)
+            return self.text.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
         except ValueError as error:
-            raise Bad(str(error), "messages") from None
-        raise Bad(
-            "This model's maximum context length is {} tokens; the messages are {} tokens.".format(
-                self.context.capacity, len(ids)
-            ),
-            "messages",
-            "context_length_exceeded",
-        )
+            raise Bad(str(error), _field(request)) from None
 
-    def pieces(self, request: chat.Request, ids: list[int], run: Run, hung_up: Callable[[], bool]) -> Pieces:
-        """The answer's text, piece by piece, holding the context. Raises Bad, Gone."""
+    def check(self, request: Request, ids: Sequence[int]) -> None:
+        """Raises Bad on too many tokens, on none, and on those that the model does not have."""
+        param = _field(request)
+        if len(ids) > self.capacity:
+            text = "This model's maximum context length is {} tokens; the {} {} tokens."
+            what = "messages are" if request.prompt is None else "prompt is"
+            raise Bad(text.format(self.capacity, what, len(ids)), param, "context_length_exceeded")
         try:
-            with self.queue.turn(lambda: hung_up() or self.stopping.is_set()):
-                yield from self._generate(request, ids, run, lambda: hung_up() or self.stopping.is_set())
+            self.worker.context.check(ids)
+            param = "logit_bias"
+            self.worker.context.check(ids, request.options)
+        except ValueError as error:
+            raise Bad(str(error), param) from None
+
+    def submit(self, request: Request, ids: Sequence[int], runs: Sequence[Run]) -> Job:
+        """A job whose pieces are (index of the answer, Piece), and (index, None) at an answer's end.
+
+        runs: one for each answer, kept up to date. Raises Bad (429).
+        """
+
+        def work(context: Context, stopped: Callable[[], bool]) -> Iterator[tuple[int, Piece | None]]:
+            for index, run in enumerate(runs):
+                options = request.option(index)
+                for piece in self._generate(context, ids, options, request.stops, run, stopped):
+                    yield index, piece
+                if run.finish == CANCELLED:
+                    return
+                yield index, None
+
+        try:
+            return self.worker.submit(work)
         except Full:
-            text = "as many requests wait as may ({}); try again later".format(self.queue.limit)
-            raise Bad(text, code="rate_limit_exceeded", status=429, retry=self.queue.retry_after()) from None
-        except GaveUp:
-            pass
-        if run.finish == CANCELLED:
-            if self.stopping.is_set():
-                raise Bad("the server is stopping", status=503, retry=1)
-            raise Gone
+            text = "as many requests wait as may ({}); try again later".format(self.worker.limit)
+            raise Bad(text, code="rate_limit_exceeded", status=429, retry=self.worker.retry_after()) from None
 
-    def _generate(self, request: chat.Request, ids: list[int], run: Run, stopped: Callable[[], bool]) -> Pieces:
-        stream, stops = Stream(self.text.decode), Stops(request.stops)
-        tokens = self.context.generate(ids, request.options, run, stopped)
+    def _generate(
+        self,
+        context: Context,
+        ids: Sequence[int],
+        options: Options,
+        stops: Sequence[str],
+        run: Run,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Piece]:
+        """In the worker's thread. Raises Bad."""
         try:
-            for token in tokens:
-                piece, stop = stops.push("" if token in self.context.end_ids else stream.push(token))
-                if run.finish != CANCELLED and not stop:
-                    rest, stop = stops.push(stream.finish())
-                    piece += rest + ("" if stop else stops.held)
-                if stop:
-                    run.finish = STOP
-                if piece:
-                    yield piece
-                if stop:
-                    break
+            yield from pieces(context, self.text, ids, options, stops, run, stopped)
             self.failed = ""
-        except Exception as error:  # an engine's runtime raises what it likes
+        except (Exception, SystemExit) as error:  # an engine's runtime raises what it likes
             self.failed = bundled.one_line(error)
             raise Bad("the model failed: {}".format(self.failed), status=500) from None
         finally:
-            tokens.close()
+            self.measures.generation(run)
+
+    def tokens(self, text: str, start: bool) -> list[int]:
+        """Of a raw text, in which special tokens may be spelled. start: with the tokenizer's own start token."""
+        try:
+            return self.text.encode(text, start)
+        except ValueError as error:
+            raise Bad(str(error), "content") from None
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with special tokens."""
+        wrong = [x for x in ids if not 0 <= x < self.vocabulary]
+        if wrong:
+            text = "tokens: got {}, allowed: 0 to {}".format(wrong[0], self.vocabulary - 1)
+            raise Bad(text, "tokens")
+        return str(self.text.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _field(request: Request) -> str:
+    """Where the prompt stands."""
+    return "messages" if request.prompt is None else "prompt"

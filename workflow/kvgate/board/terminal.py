@@ -5,6 +5,7 @@ Python 3.9.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import fcntl
@@ -20,6 +21,7 @@ class Terminal:
 
     def __init__(self, show: bool = False) -> None:
         """show: libraries print on the user's stderr; then failures that they only print are not seen."""
+        _fill_closed()
         sys.stdout.flush()
         self.out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
         self.err = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -46,5 +48,16 @@ class Terminal:
             raise EngineError(said.kind(lines) or "ignored_run_error", "the runtime said: {}".format(lines[-1]))
 
     def say(self, text: str) -> None:
-        """A line on the user's stderr."""
-        print("".join(c if c.isprintable() else "?" for c in text), file=self.err)
+        """A line on the user's stderr. Where nobody reads that any more, the work goes on."""
+        with contextlib.suppress(OSError):
+            self.err.write("".join(c if c.isprintable() else "?" for c in text) + "\n")
+
+
+def _fill_closed() -> None:
+    """Standard streams that the user has closed become /dev/null: their numbers would be given to other files."""
+    number = os.open(os.devnull, os.O_RDWR)
+    while number <= 2:
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

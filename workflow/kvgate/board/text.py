@@ -5,13 +5,18 @@ template, jinja2. Python 3.9.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kvgate.board.plain import Plain
+
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 _PENDING = 3  # bytes of a character that may still be to come: its length less one
+_SPACE = "\u2581"  # how some vocabularies write a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>$")
 
 
 class Unavailable(Exception):
@@ -22,7 +27,7 @@ class Text:
     def __init__(self, folder: Path, special: Mapping[str, Any]) -> None:
         """folder: has tokenizer.json and, if the model has one, chat_template.jinja.
 
-        special: `tokens` (the template's variables, bos_token and so on) and `ids` (of all special tokens).
+        special: `tokens`, the template's variables, bos_token and so on.
         Raises Unavailable.
         """
         if not (folder / "tokenizer.json").is_file():
@@ -33,50 +38,79 @@ class Text:
             raise Unavailable(
                 "text: needs the Python package tokenizers (pip install tokenizers); token ids work without it: --ids"
             ) from None
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.tokenizer.no_padding()
+            self.tokenizer.no_truncation()
+            self.plain = Plain(self.tokenizer)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the package's own panics are no Exception
+            line = " ".join(str(error).split()) or type(error).__name__
+            raise Unavailable("text: tokenizer.json is damaged: {}; token ids work: --ids".format(line)) from None
         self.special = special
-        template = folder / "chat_template.jinja"
-        self.template = _compile(template.read_text(encoding="utf-8")) if template.is_file() else None
+        self.template = _template(folder / "chat_template.jinja")
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a chat, up to where the answer begins. messages: dicts with `role` and `content`.
 
-        As stages/trace makes a prompt: the template applied once; without one, a single message's plain text. Raises
-        ValueError on special tokens in a text (a template would be applied twice), on what the template refuses, and
-        on several messages where there is no template.
+        As stages/trace makes a prompt: the template applied once; without one, a single message's plain text. What
+        contents spell is plain text, special tokens too. Raises ValueError on what the template refuses, and on
+        several messages where there is no template.
         """
+        contents = [m["content"] for m in messages]
+        if any("\ud800" <= c <= "\udfff" for content in contents for c in content):
+            raise ValueError("messages: got half a surrogate pair, allowed: Unicode text")
         if self.template is None:
             if len(messages) != 1 or messages[0]["role"] != "user":
                 raise ValueError("messages: this model has no chat template, allowed: one message of the user")
-            return self._encode(messages[0]["content"], add_special_tokens=True)
-        for message in messages:
-            found = set(self.special["ids"]).intersection(self._encode(message["content"]))
-            if found:
-                token = self.tokenizer.id_to_token(min(found))
-                raise ValueError(
-                    "messages: got the special token {!r} in a text, allowed: plain text without a template".format(
-                        token
-                    )
-                )
-        variables = {"messages": [dict(m) for m in messages], "tools": None, "documents": None}
+            return self.plain.content(contents[0])
+
+        def render(contents: Sequence[str]) -> str:
+            return self._rendered([{**m, "content": x} for m, x in zip(messages, contents)])
+
+        return self.plain.chat(render, contents)
+
+    def encode(self, text: str, start: bool = True) -> list[int]:
+        """The ids of a raw text, in which special tokens may be spelled. start: with the tokenizer's own start token.
+
+        Raises ValueError on half a surrogate pair.
+        """
         try:
-            rendered = self.template.render(add_generation_prompt=True, **variables, **self.special["tokens"])
-        except Exception as error:  # whatever a template does with an unusual chat
-            line = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError("messages: the model's chat template refuses them: {}".format(line)) from None
-        return self._encode(rendered)
+            return list(self.tokenizer.encode(text, add_special_tokens=start).ids)
+        except (TypeError, UnicodeEncodeError):
+            raise ValueError("text: got half a surrogate pair, allowed: Unicode text") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def token(self, token: int) -> tuple[str, bytes]:
+        """A token's text, special ones too, and its bytes, which may be a part of a character."""
+        name = self.tokenizer.id_to_token(token)
+        if name is None:  # a model's vocabulary may be padded
+            return "", b""
+        if token in self.plain.spelled:
+            return name, name.encode("utf-8")
+        text = str(self.tokenizer.decode([token], skip_special_tokens=False))
+        single = _BYTE.match(name)
+        if single:
+            data = bytes([int(single.group(1), 16)])
+        elif BROKEN in text and all(c in _BYTES for c in name):
+            data = bytes(_BYTES[c] for c in name)
+        else:
+            if _SPACE in name:  # a decoder takes the space from a sequence's first word
+                text = name.replace(_SPACE, " ")
+            return text, text.encode("utf-8")
+        return data.decode("utf-8", "replace"), data
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        variables = {"messages": messages, "tools": None, "documents": None}
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, UnicodeEncodeError):
-            raise ValueError("messages: got half a surrogate pair, allowed: Unicode text") from None
+            return str(self.template.render(add_generation_prompt=True, **variables, **self.special["tokens"]))
+        except Exception as error:  # whatever a template does with an unusual chat
+            line = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError("messages: the model's chat template refuses them: {}".format(line)) from None
 
 
 class Stream:
@@ -142,6 +176,21 @@ class Stops:
         return any(stop.startswith(end) for stop in self.stops)
 
 
+def _alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write for bytes: the visible ones of Latin-1 stand for themselves."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [n for n in range(256) if n not in shown]
+    return {**{chr(n): n for n in shown}, **{chr(256 + i): n for i, n in enumerate(others)}}
+
+
+def _template(path: Path) -> Any:
+    """None where there is none."""
+    try:
+        return _compile(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except UnicodeDecodeError as error:
+        raise Unavailable("text: {} is damaged: {}; token ids work: --ids".format(path.name, error)) from None
+
+
 def _compile(template: str) -> Any:
     """The template in an environment like transformers': sandboxed, blocks trimmed, its helpers."""
     try:
@@ -178,3 +227,6 @@ def _compile(template: str) -> Any:
         return environment.from_string(template)
     except TemplateError as error:
         raise Unavailable("text: chat_template.jinja: {}; token ids work: --ids".format(error)) from None
+
+
+_BYTES = _alphabet()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgate import record
+from kvgate.board.control import steers
 from kvgate.job import Job
 from kvgate.record import blocked
 
@@ -66,16 +67,18 @@ def run(job: Job) -> dict[str, Any]:
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """A chat's ids: the chat template applied once; the tokenizer's own way where it has no template.
 
-    Raises Blocked on an empty text, and on one that holds special tokens (a template would be applied twice).
+    Raises Blocked on an empty text, and on one that holds tokens which steer the model: a template would be applied
+    twice, and a bundle (board/plain) takes their spelling in a content as plain text.
     """
-    if not tokenizer.chat_template:
-        return list(tokenizer(text)["input_ids"])
-    special = set(tokenizer.all_special_ids) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+    added = {n for n, x in tokenizer.added_tokens_decoder.items() if steers(x.content, x.special)}
+    special = (added | set(tokenizer.all_special_ids)) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
     if special:
         token = tokenizer.convert_ids_to_tokens(min(special))
         raise blocked(
             "prompt", f"prompt: got the special token {token!r} in the text, allowed: plain text without a template"
         )
+    if not tokenizer.chat_template:
+        return list(tokenizer(text)["input_ids"])
     messages = [{"role": "user", "content": text}]
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
