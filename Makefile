@@ -12,9 +12,11 @@ export PYTHONPATH := workflow
 
 run: preflight
 	$(SNAKEMAKE)
+	@$(PY) -m kvgate ask
 
 demo: preflight
 	$(SNAKEMAKE) --configfile config/demo.yaml
+	@$(PY) -m kvgate ask --configfile config/demo.yaml
 
 wide: preflight
 	$(SNAKEMAKE) --configfile config/wide.yaml

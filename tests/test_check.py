@@ -38,6 +38,14 @@ def test_the_graph_is_the_model(llama):
     assert body["files"] == {"observations/text.npz": record.sha256(made.folder / "observations/text.npz")}
 
 
+def test_float16_has_its_own_limit_and_it_is_above_float32s_error(llama):
+    """An ideal float16 run is off by about float16's rounding, and leaves nothing beside the record."""
+    made = job(llama, llama[2])
+    limit = check.run(made)["float16"]
+    assert 1e-4 < limit["kv_l2"] < 2e-3 and 1e-4 < limit["logits_l2"] < 2e-3
+    assert not (made.folder / "ideal").exists()
+
+
 def test_one_wrong_key_is_named_by_layer_and_position(llama):
     trace = llama[2]
     keys = [k.copy() for k in trace.keys]

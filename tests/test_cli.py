@@ -18,7 +18,7 @@ def test_help_names_every_command():
     lines = kvgate("--help").stdout.splitlines()
     first = next(n for n, line in enumerate(lines) if line.strip() == "COMMAND")
     named = [line.split()[0] for line in lines[first + 1 :] if line.startswith("    ") and line[4] != " "]
-    own = ["table", "gate", "audit", "store", "bench", "bundle", "preflight"]
+    own = ["table", "ask", "gate", "audit", "store", "bench", "bundle", "preflight"]
     assert named == [*RECORDS, *own]
 
 

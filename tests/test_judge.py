@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
-from kvgate import causes, config, gates, kinds
+from kvgate import causes, config, gates, kinds, record
 from synthetic import judged, off
 
 OF = synthetic.trace()
@@ -195,6 +195,28 @@ def test_no_reason_is_ever_empty(tmp_path):
     results = synthetic.Results(tmp_path)
     results.write("build", {"status": "blocked", "reason": "", "findings": []})
     assert results.judge()["reason"] == "build gave no reason"
+
+
+def test_a_float16_row_says_the_models_own_limit_and_others_do_not(tmp_path):
+    def reason(folder, dtype, error):
+        results = synthetic.Results(tmp_path / folder)
+        check = record.read(results.path("check"))
+        results.write("check", check | {"float16": {"kv_l2": 0.0039, "logits_l2": 0.0035}})
+        contract = results.path("build").with_name("contract.json")
+        identity = record.read(contract)["identity"]
+        record.write(contract, {"identity": identity | {"quant": dtype}})
+        seen = synthetic.observation(OF)
+        seen["isolated/key.1"][1] = synthetic.off(seen["isolated/key.1"][1], error)
+        results.verify("capital", OF, seen)
+        verdict = results.judge()
+        assert verdict["figures"]["float16"] == {"kv_l2": 0.0039, "logits_l2": 0.0035}
+        return verdict["reason"]
+
+    said = "; float16's own limit for this model: K/V 0.39 %, logits 0.35 %"
+    assert reason("warns", {}, 0.007).endswith(said)
+    assert reason("fails", {}, 0.07).endswith(said)
+    assert said not in reason("passes", {}, 0.0)
+    assert said not in reason("int8", {"config": {"quantized_dtype": "w8a8"}}, 0.07)
 
 
 def test_findings_risks_and_figures_are_carried_over(tmp_path):

@@ -137,6 +137,10 @@ BAD = {
         block(quants=["w4a16"], platforms=["rk3588"]),
         "sweep.blocks[0]: quant w4a16 is w4a16, which rk3588 has not; supported: fp16, w8a8, w16a16i_dfp",
     ),
+    "a compensated stream in an exporter's graph": (
+        lambda c: c["strategies"]["tiny_blend"].update(form="exporter", residual="compensated"),
+        "strategies.tiny_blend.residual: got compensated, allowed with form exporter: plain",
+    ),
     "context 0": (
         set_at("strategies/tiny_blend/capacity", 0),
         "strategies.tiny_blend.capacity: got 0, allowed:",

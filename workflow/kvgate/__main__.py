@@ -34,13 +34,15 @@ def main(argv: list[str]) -> int:
         command.add_argument("--log", type=Path, help="write what the stage prints here")
         _folders(command)
     table = commands.add_parser("table", help="print the rows there are, also while a run goes on")
+    ask = commands.add_parser("ask", help="what the row to ship answers, through its bundle on this PC")
+    ask.add_argument("prompt", nargs="?", default="", help="default: What is the capital of France?")
     gate = commands.add_parser("gate", help="exit with 1 when a required row is not pass")
     audit = commands.add_parser("audit", help="list results that are not what would be planned now")
     what = audit.add_mutually_exclusive_group()
     what.add_argument("--adopt", action="store_true", help="date verified results in order, so that they count as made")
     what.add_argument("--discard", action="store_true", help="remove stale results, so that they are made again")
     audit.add_argument("--deep", action="store_true", help="also read every large file and compare its sha256")
-    for command in (gate, audit, table):
+    for command in (gate, audit, table, ask):
         command.add_argument("--config", default="", help="JSON that goes over the config files (set by snakemake)")
         command.add_argument("--configfile", type=Path, action="append", default=[], help="as snakemake's")
         _folders(command)
@@ -110,6 +112,10 @@ def _run(args: argparse.Namespace) -> int:
         from kvgate import audit
 
         return audit.main(planned, args.results, args.adopt, args.discard, args.deep)
+    if args.command == "ask":
+        from kvgate import ask
+
+        return ask.main(args.results, planned.name, planned.rows, planned.config["sweep"]["bundle"], args.prompt)
     from kvgate import table
 
     if args.command == "gate":

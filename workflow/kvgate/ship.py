@@ -14,7 +14,8 @@ from kvgate.sweep import HOST_PLATFORM
 
 Verdict = Mapping[str, Any]
 WORDS = {"pass": "pass", "warn": "warn", "behaves": "red by the gates, behaves"}
-_PROMPT = '"What is the capital of France?"'
+PROMPT = "What is the capital of France?"
+_ASKED = f'"{PROMPT}"'
 _LISTED = 3  # other bundles that are named one by one; more are counted
 
 
@@ -86,9 +87,9 @@ def _group(shelf: Shelf, there: Mapping[str, Verdict]) -> list[str]:
     first = next(path for path, v in there.items() if v is best)
     row, place = there[first]["row"], shelf.place / first
     found = [f"ship ({WORDS[behaviour.ships(there[first])]}): {_what(there[first])}: {place}"]
-    found.append(f"  on this PC: {_python()} {shlex.quote(str(place / 'generate.py'))} {_PROMPT}")
+    found.append(f"  on this PC: {_python()} {shlex.quote(str(place / 'generate.py'))} {_ASKED}")
     if row["platform"] != HOST_PLATFORM:
-        found.append(f"  on a board ({row['platform']}): copy that folder, then in it: python3 generate.py {_PROMPT}")
+        found.append(f"  on a board ({row['platform']}): copy that folder, then in it: python3 generate.py {_ASKED}")
     others = {path: v for path, v in there.items() if path != first}
     if len(others) <= _LISTED:
         found += [

@@ -62,6 +62,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "hidden": spec.hidden,
         "layers": len(spec.layers),
         "sums": graph.sums,
+        "terms": len(prepared["sums"]),
         "parameter_bytes": prepared["parameter_bytes"],
         "kept": prepared["kept"],
         "history_bytes": contract.history_bytes(),
