@@ -36,23 +36,26 @@ class Model:
     def checkpoint(self) -> Path:
         return self.results / "models" / self.name / "checkpoint"
 
-    def prepare(self, form: str) -> dict[str, Any]:
-        """weights.json of a form; made once."""
-        job = self._job("prepare", {"form": form}, {"weights": {"steps": []}}, {})
+    def prepare(self, form: str, *steps: str) -> dict[str, Any]:
+        """weights.json of a form and of preparations without options; made once."""
+        entry = {"steps": [{"name": name, "options": {}} for name in steps]}
+        job = self._job("prepare", {"form": form, "weights": _weights(steps)}, {"weights": entry}, {})
         if not job.record.exists():
             record.write(job.record, prepare.run(job) | {"status": "ok"})
         return record.read(job.record)
 
-    def export(self, module: str, form: str = "recipe", capacity: int = 8, **cache: Any) -> "Graph":
-        """A graph of the strategy. cache: layout, rank, packing where not the defaults. Made once."""
-        rest = {"layout": "channels", "rank": 4, "packing": "apart", "residual": "plain"} | cache
+    def export(
+        self, module: str, form: str = "recipe", capacity: int = 8, steps: Sequence[str] = (), **cache: Any
+    ) -> "Graph":
+        """A graph of the strategy; made once. steps: preparations; cache: layout, rank, packing if not the defaults."""
+        rest = {"layout": "channels", "rank": 4, "packing": "apart"} | cache
         strategy = {"module": module, "capacity": capacity, "form": form, **rest}
         name = "_".join(str(x) for x in (module, form, *rest.values(), capacity))
-        inputs = {"fetch": self.checkpoint / "manifest.json"}
+        inputs, names = {"fetch": self.checkpoint / "manifest.json"}, {"weights": _weights(steps)}
         if form != "exporter":
-            self.prepare(form)
-            inputs["prepare"] = self._job("prepare", {"form": form}, {}, {}).record
-        job = self._job("export", {"strategy": name}, {"strategy": strategy}, inputs)
+            self.prepare(form, *steps)
+            inputs["prepare"] = self._job("prepare", {"form": form, **names}, {}, {}).record
+        job = self._job("export", {"strategy": name, **names}, {"strategy": strategy}, inputs)
         if not job.record.exists():
             record.write(job.record, export.run(job) | {"status": "ok"})
         return Graph(job.folder)
@@ -132,6 +135,10 @@ class Graph:
         made = type("Host", (mixin, right), {}) if mixin else right
         host: Host = made(self.contract, self.tables, mask_value)
         return host
+
+
+def _weights(steps: Sequence[str]) -> str:
+    return "_".join(steps) or "plain"
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

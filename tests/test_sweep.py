@@ -137,10 +137,6 @@ BAD = {
         block(quants=["w4a16"], platforms=["rk3588"]),
         "sweep.blocks[0]: quant w4a16 is w4a16, which rk3588 has not; supported: fp16, w8a8, w16a16i_dfp",
     ),
-    "a compensated stream in an exporter's graph": (
-        lambda c: c["strategies"]["tiny_blend"].update(form="exporter", residual="compensated"),
-        "strategies.tiny_blend.residual: got compensated, allowed with form exporter: plain",
-    ),
     "context 0": (
         set_at("strategies/tiny_blend/capacity", 0),
         "strategies.tiny_blend.capacity: got 0, allowed:",
@@ -251,7 +247,7 @@ BAD = {
     "a preparation that is none": (
         set_at("weights", {"plain": {"steps": [{"name": "smooth"}]}}),
         "weights.plain.steps[0].name: got 'smooth', "
-        "known: fold, gptq, keep, krot, mixed, plain, qkv, rotate, scale, split2, vrot",
+        "known: compensate, fold, gptq, keep, krot, mixed, plain, qkv, rotate, scale, split2, vrot",
     ),
     "split2 with w8a8": (
         block(weights=["split"], quants=["w8a8"]),

@@ -72,7 +72,7 @@ def test_a_compensated_stream_is_the_same_function(tmp_path, family):
     """Every family has two sums a layer in its stream, and with what they lose kept beside it it is still the model."""
     model = Model.of(tmp_path, family)
     trace = model.text(CAPACITY + 1)
-    graph = model.export("cpu_managed", capacity=CAPACITY, residual="compensated")
+    graph = model.export("cpu_managed", capacity=CAPACITY, steps=["compensate"])
     assert graph.record["sums"] == 4
     found = observe(graph.engine, graph.host(), trace, ["forced"])
     assert max(worst(found, trace, "forced")) < TOLERANCE

@@ -16,7 +16,7 @@ from kvgate.stages import check, export, prepare
 from kvgate.weights import fold, rotate, scale
 
 # Not gptq and mixed: they move weights on purpose. plain and keep change nothing.
-ANY = ("vrot", "krot", "qkv", "split2")
+ANY = ("compensate", "vrot", "krot", "qkv", "split2")
 RECIPE = ("llama", "llama_g8", "qwen3", "olmo2", "gemma3_text", "phi", "gpt_neox", "glm4", "exaone4", "cohere")
 TOKENS = 12
 
@@ -31,7 +31,6 @@ class Prepared:
         *steps: str,
         module: str = "cpu_managed",
         form: str = "recipe",
-        residual: str = "plain",
         size: families.Size = families.TINY,
         entry: dict[str, Any] | None = None,
         **options: Any,
@@ -50,7 +49,7 @@ class Prepared:
         record.write(made.record, self.body)
         self.folder = made.folder
         strategy = {"module": module, "capacity": TOKENS, "form": "recipe"}
-        strategy |= {"layout": "channels", "rank": 4, "packing": "apart", "residual": residual}
+        strategy |= {"layout": "channels", "rank": 4, "packing": "apart"}
         inputs = {"fetch": inputs["fetch"], "prepare": made.record}
         exported = self.job("export", {"strategy": "s"}, {"strategy": strategy}, inputs)
         record.write(exported.record, export.run(exported) | {"status": "ok"})

@@ -134,8 +134,6 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
         preparations.check(name, entry)
     for name, entry in config["strategies"].items():
         _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
-        if entry["form"] == "exporter" and entry["residual"] != "plain":
-            raise ConfigError(f"strategies.{name}.residual: got {entry['residual']}, allowed with form exporter: plain")
     for name, entry in config["quants"].items():
         quants.check(name, entry)
     for n, block in enumerate(config["sweep"]["blocks"]):

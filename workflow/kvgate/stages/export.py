@@ -37,9 +37,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     surgery.fill(made.model, tensors)
     host_digest = _host(job, made, source)
     try:
-        graph = proto.export(
-            made, prepared["tensors"], "weights.bin", prepared["sums"], strategy["residual"] == "compensated"
-        )
+        graph = proto.export(made, prepared["tensors"], "weights.bin", prepared["sums"], prepared["compensated"])
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise blocked("exporter", text) from why

@@ -78,6 +78,7 @@ def run(job: Job) -> dict[str, Any]:
         "tensors": index,
         "sums": work.sums,
         "kept": work.kept,
+        "compensated": any(getattr(step, "COMPENSATES", False) for _, step, _ in steps),
         "parameter_bytes": sum(x.nbytes for x in tensors.values()),
         "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in names},
     }

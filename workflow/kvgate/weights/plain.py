@@ -12,5 +12,6 @@ what changes of single matrices cost; `kernels` are the rows of a matrix that ar
 And these constants: FAMILIES, the model types that `checkpoint` knows; DTYPES, the quantized dtypes that it makes
 sense for; STATISTICS = True where it reads `peak` or `gram` (export/statistics.py); MOVES = True where it changes the
 function on purpose, so that the graph is held to the moved weights' own logits; DISABLE, rules of the toolkit that its
-graph needs off; HYBRID, patterns that the quant's `hybrid` must have.
+graph needs off; HYBRID, patterns that the quant's `hybrid` must have; COMPENSATES = True where the graph's residual
+stream keeps what float16 loses (export/residual.py).
 """
