@@ -12,7 +12,7 @@ from kvgate.config import ConfigError
         ("fold", []),
         ("scale", ["by"]),
         ("split2", ["group", "only", "skip"]),
-        ("mixed", ["group", "megabytes", "megacycles"]),
+        ("mixed", ["group", "megabytes", "megacycles", "share", "signs"]),
     ],
 )
 def test_options_are_the_hooks_keywords(name, options):

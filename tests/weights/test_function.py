@@ -15,7 +15,7 @@ from kvgate.observe import observe
 from kvgate.stages import check, export, prepare
 from kvgate.weights import fold, rotate, scale
 
-# Not gptq and mixed: they move weights on purpose. plain and keep change nothing.
+# Not gptq, mixed and widen: they move weights on purpose. plain and keep change nothing.
 ANY = ("compensate", "vrot", "krot", "qkv", "split2")
 RECIPE = ("llama", "llama_g8", "qwen3", "olmo2", "gemma3_text", "phi", "gpt_neox", "glm4", "exaone4", "cohere")
 TOKENS = 12
@@ -106,9 +106,16 @@ def test_all_together_in_every_strategy(tmp_path, module):
     assert set(made.body["sums"].values()) == {2}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bloom"])
-def test_a_graph_of_moved_weights_is_held_to_what_they_give(tmp_path, family):
-    made = Prepared(tmp_path, family, "gptq", form="plain" if family == "bloom" else "recipe")
+@pytest.mark.parametrize(
+    ("family", "step", "options"),
+    [
+        *((family, "gptq", {}) for family in ("llama", "gemma3_text", "bloom")),
+        *((family, "widen", {"group": 16}) for family in ("llama", "qwen3", "phi", "gpt2", "bloom")),
+        ("gemma3_text", "widen", {"group": 16, "skip": ["*attn.out*"]}),
+    ],
+)
+def test_a_graph_of_moved_weights_is_held_to_what_they_give(tmp_path, family, step, options):
+    made = Prepared(tmp_path, family, step, form="plain" if family == "bloom" else "recipe", **options)
     text = made.root / "text.json"
     made.trace.save(str(text.with_name("trace.npz")))
     record.write(text, {"status": "ok"})
@@ -199,4 +206,4 @@ def test_a_plain_form_is_no_ground_for_a_basis(tmp_path):
 
 
 def test_every_preparation_is_tested():
-    assert {*ANY, "fold", "rotate", "scale", "gptq", "keep", "mixed", "plain"} == set(sweep.modules("weights"))
+    assert {*ANY, "fold", "rotate", "scale", "gptq", "keep", "mixed", "plain", "widen"} == set(sweep.modules("weights"))

@@ -6,6 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from kvgate import record
+from kvgate.export.widened import Widened
 from kvgate.weights import mixed
 from test_function import Prepared
 
@@ -28,6 +29,7 @@ def forms(**options):
     made = mixed.matrices(WEIGHTS, {}, loss, dict.fromkeys(WEIGHTS, 1), group=32, **options)
     assert calls[1] < 0.2 * calls[0]  # a sum's own error, for the second measurement
     for name, terms in made.items():
+        assert isinstance(terms, tuple)  # without `signs` nothing is widened
         error = np.abs(sum(terms) - WEIGHTS[name]).max()
         assert error < 1e-6 or len(terms) == 1
     return {
@@ -52,11 +54,41 @@ def test_a_budget_of_cycles_knows_that_float16_has_no_groups():
     assert forms(megacycles=least + 2.0 * one * 0.27)["dear"] == "float16"
 
 
+def test_a_share_is_of_float16s_bytes():
+    assert forms(share=0.25 * 3.001 / 2.5) == {"cheap": "int4", "dear": "sum", "unseen": "int4"}
+    assert forms(share=1) == {"cheap": "float16", "dear": "float16", "unseen": "int4"}
+
+
+def test_a_widened_form_is_chosen_where_it_gains_most_for_its_rows():
+    """Three rows a group for one sign: 3 / 32 of int4's bytes. Of a convolution there is no such form."""
+    calls = []
+
+    def loss(changes):
+        calls.append(changes)
+        form = len(calls) - 1
+        return {name: lost * (1, 0.2 if name == "dear" else 1, 0.1)[form] for name, lost in INT4.items()}
+
+    def made(megabytes):
+        calls.clear()
+        kernels = {"cheap": 3, "dear": 1, "unseen": 1}
+        found = mixed.matrices(WEIGHTS, {}, loss, kernels, group=32, signs=[1], megabytes=megabytes)
+        return {
+            name: type(terms).__name__ if isinstance(terms, Widened) else len(terms) for name, terms in found.items()
+        }
+
+    more = 0.5 * SIZE * 3 / 32
+    assert made(2.5 * SIZE + 0.9 * more) == {"cheap": 1, "dear": 1, "unseen": 1}
+    assert made(2.5 * SIZE + 1.1 * more) == {"cheap": 1, "dear": "Widened", "unseen": 1}
+    assert np.array_equal(calls[1]["cheap"], calls[0]["cheap"])  # what is left of a convolution is int4's
+    assert np.abs(calls[1]["dear"]).sum() < 0.9 * np.abs(calls[0]["dear"]).sum()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "budget: got none, allowed: one of megabytes, megacycles"),
+        ({}, "budget: got none, allowed: one of megabytes, megacycles, share"),
         ({"megabytes": 1, "megacycles": 1}, "budget: got megabytes and megacycles, allowed: one of "),
+        ({"share": 0.2}, "share: got 0.2, allowed: at least 0.25, all in int4"),
         ({"megabytes": 0.001}, "megabytes: got 0.001, allowed: at least 0.0048, all in int4"),
         ({"megacycles": 0.0001}, "megacycles: got 0.0001, allowed: at least 0.0003034, all in int4"),
     ],
@@ -99,13 +131,22 @@ def test_a_poor_step_does_not_hide_a_good_one_behind_it():
     assert mixed.choose(losses, costs, 4) == {"a": 0, "b": 1}  # it does not fit
 
 
-@pytest.mark.parametrize(("megabytes", "last"), [(0.12, ["split2"]), (0.2, ["split2", "keep"]), (0.085, [])])
-def test_what_was_chosen_makes_the_same_again_without_a_search(tmp_path, megabytes, last):
-    search = {"name": "mixed", "options": {"group": 16, "megabytes": megabytes}}
+@pytest.mark.parametrize(
+    ("megabytes", "signs", "last"),
+    [
+        (0.12, [], ["split2"]),
+        (0.2, [], ["split2", "keep"]),
+        (0.085, [], []),
+        (0.1, [1, 3], ["widen", "widen"]),
+    ],
+)
+def test_what_was_chosen_makes_the_same_again_without_a_search(tmp_path, megabytes, signs, last):
+    options = {"group": 16, "megabytes": megabytes} | ({"signs": signs} if signs else {})
+    search = {"name": "mixed", "options": options}
     made = Prepared(tmp_path / "a", "llama", entry={"steps": [{"name": "scale", "options": {}}, search]})
     body = made.body
     text = (made.folder / "choice.yaml").read_text()
-    assert f"mixed with {{'group': 16, 'megabytes': {megabytes}}} chose for the model\n# llama." in text
+    assert f"mixed with {options} chose for the model\n# llama." in text
     (entry,) = yaml.safe_load(text)["weights"].values()
     assert [step["name"] for step in entry["steps"]] == ["scale", "gptq", *last]
     again = Prepared(tmp_path / "b", "llama", entry=entry)

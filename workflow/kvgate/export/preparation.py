@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvgate.export import heads, recipe, statistics, surgery
+from kvgate.export import heads, recipe, statistics, surgery, widened
 from kvgate.export.prepare import Prepared
 from kvgate.export.seams import Step
 from kvgate.export.statistics import Statistics
+from kvgate.export.widened import Terms, Widened
 
 Options = Mapping[str, Any]
 Matrices = dict[str, np.ndarray]  # [in, out] by name
@@ -29,6 +30,8 @@ class Work:
         self.spec, self.model = prepared.spec, prepared.model
         self.state: dict[str, np.ndarray] = {}
         self.sums: dict[str, int] = {}  # matrix name to the number of its terms
+        self.widened: dict[str, str] = {}  # matrix name to the tensor of its signs
+        self.signs: dict[str, np.ndarray] = {}
         self.kept: list[str] = []  # matrices that a step gave back as they are: they stay in float16
         self.chosen: list[dict[str, Any]] = []  # steps that make again what a search chose
         self.key: dict[int, Tensor] = {}  # layer to [Hk], what its keys were multiplied by
@@ -65,7 +68,7 @@ class Work:
         """One matrix at a time. The options `only` and `skip`, patterns of names, are taken here; `group`, a number of
         input channels, is given as rows of the matrix."""
 
-        def one(weights: Matrices, grams: Matrices) -> dict[str, tuple[np.ndarray, ...]]:
+        def one(weights: Matrices, grams: Matrices) -> dict[str, Terms]:
             rest = {k: v for k, v in options.items() if k not in ("only", "skip")}
             found = {}
             for name in _chosen(list(weights), options.get("only", ["*"]), options.get("skip", [])):
@@ -85,12 +88,13 @@ class Work:
         """
         self._before_matrices()
 
-        def all_of_them(weights: Matrices, grams: Matrices) -> dict[str, tuple[np.ndarray, ...]]:
+        def all_of_them(weights: Matrices, grams: Matrices) -> dict[str, Terms]:
             kernels = {name: self._kernel(name) for name in weights}
             return step.matrices(weights, grams, self._loss, kernels, **options)
 
         self._replace(step, all_of_them)
-        self.chosen = step.steps(list(self.sums), list(self.kept), options)
+        signs = {name: self.signs[tensor] for name, tensor in self.widened.items()}
+        self.chosen = step.steps(list(self.sums), list(self.kept), signs, options)
 
     def _loss(self, changes: Mapping[str, np.ndarray]) -> dict[str, float]:
         made = {name: torch.from_numpy(change) for name, change in changes.items()}
@@ -99,11 +103,14 @@ class Work:
 
     def _replace(self, step: Any, change: Any) -> None:
         measured = self._measured(step)
-        self.state = self.tensors()
-        done = {*self.sums, *self.kept}
+        self.state = self.state or self.tensors()
+        done = {*self.sums, *self.widened, *self.kept}
         weights = {n: statistics.matrix(w) for n, w in self.state.items() if n not in done and self._is_product(n, w)}
         grams = {name: gram.numpy() for name, gram in measured.gram.items()} if measured else {}
         for name, terms in change(weights, grams).items():
+            if isinstance(terms, Widened):
+                self._widen(name, terms)
+                continue
             if terms[0] is weights[name]:
                 self.kept.append(name)
             shape = self.state[name].shape
@@ -112,9 +119,18 @@ class Work:
             if len(terms) > 1:
                 self.sums[name] = len(terms)
 
+    def _widen(self, name: str, found: Widened) -> None:
+        if self.state[name].ndim == 4:
+            raise ValueError(f"{name}: got a convolution, allowed: matrices whose input can be widened; `skip` it")
+        signs = "signs.{}.{}".format(*found.signs.shape)  # one tensor for all matrices
+        if not np.array_equal(self.signs.setdefault(signs, found.signs), found.signs):
+            raise ValueError(f"{name}: got signs of another step, allowed: {signs} as they are")
+        self.state[name], self.widened[name] = found.matrix, signs
+
     def tensors(self) -> dict[str, np.ndarray]:
         """All tensors of the graph by name."""
-        return self.state or {name: tensor.numpy() for name, tensor in surgery.state(self.model).items()}
+        matrices = self.state or {name: tensor.numpy() for name, tensor in surgery.state(self.model).items()}
+        return matrices | {name: self.signs[name] for name in sorted(self.signs)}
 
     def moved(self) -> dict[str, np.ndarray]:
         """`tokens` [T] and `logits` [T, V] of the model with the matrices as they are now, on the first text.
@@ -123,7 +139,10 @@ class Work:
         """
         for name, tensor in surgery.state(self.model).items():
             terms = (self.state[f"{name}.{n}"] for n in range(1, self.sums.get(name, 1)))
-            tensor.copy_(torch.from_numpy(sum(terms, start=self.state[name])))
+            first = self.state[name]
+            if name in self.widened:
+                first = widened.flat(first, self.signs[self.widened[name]])
+            tensor.copy_(torch.from_numpy(sum(terms, start=first)))
         with np.load(self.texts[0]) as file:
             tokens = file["tokens"][:_MOVED_TOKENS]
         rows = self._rows(self.texts[0])[: len(tokens)]

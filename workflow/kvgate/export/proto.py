@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvgate.contract import LOGITS
-from kvgate.export import residual
+from kvgate.export import residual, widened
 from kvgate.export.decoder import Decoder, example
 
 OPSET = 17  # the compiler takes at most 19
@@ -33,11 +33,14 @@ def export(
     index: Mapping[str, Any],
     location: str,
     sums: Mapping[str, int] | None = None,
+    wide: Mapping[str, str] | None = None,
+    signs: Mapping[str, np.ndarray] | None = None,
     compensated: bool = False,
 ) -> Graph:
     """index: blob.write's, of the tensors' names in `decoder.model`. location: the weights file's name.
 
     sums: matrices that are the first of so many terms, `{name}.1` and on in the index: their products are added up.
+    wide: matrices whose input is widened (kvgate.export.widened), each with the name of its signs.
     compensated: the residual stream keeps what its sums lose (residual.compensate).
 
     Raises ValueError on a parameter that is not in the index, or a name that the compiler would refuse.
@@ -49,6 +52,7 @@ def export(
     _attach(model, declared, index, location)
     for name, terms in (sums or {}).items():
         _add_terms(model, f"model.{name}", [f"{name}.{n}" for n in range(1, terms)], index, location)
+    widened.widen(model, {f"model.{name}": of for name, of in (wide or {}).items()}, signs or {})
     residual.reorder(model)
     kept = residual.compensate(model) if compensated else 0
     shift = _shift_logits(model, decoder.spec.top)

@@ -21,7 +21,7 @@ def run(job: Job) -> dict[str, Any]:
 def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from kvgate.export import blob, decoder, load, proto, surgery
+    from kvgate.export import blob, decoder, load, proto, surgery, widened
     from kvgate.export.spec import Spec
 
     prepared = job.read("prepare")
@@ -33,11 +33,22 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     except ValueError as why:
         raise Blocked(str(why), [finding("packing", str(why))]) from why
     tensors = {k: torch.from_numpy(v) for k, v in blob.read(source / "weights.bin", prepared["tensors"]).items()}
+    signs = {name: tensors[name].numpy() for name in prepared["widened"].values()}
+    for name, of in prepared["widened"].items():  # the model itself is traced at its own width
+        tensors[name] = tensors[name][: widened.rows(tensors[name], signs[of])]
     made = decoder.Decoder(load.shell(job.inputs["fetch"].parent), spec, contract, tensors)
     surgery.fill(made.model, tensors)
     host_digest = _host(job, made, source)
     try:
-        graph = proto.export(made, prepared["tensors"], "weights.bin", prepared["sums"], prepared["compensated"])
+        graph = proto.export(
+            made,
+            prepared["tensors"],
+            "weights.bin",
+            prepared["sums"],
+            prepared["widened"],
+            signs,
+            prepared["compensated"],
+        )
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise blocked("exporter", text) from why

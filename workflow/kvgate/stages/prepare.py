@@ -25,8 +25,9 @@ def run(job: Job) -> dict[str, Any]:
     where a preparation moves weights on purpose moved.npz too, what they give (preparation.Work.moved); where one
     searched choice.yaml, an entry of weights.yaml that makes the same without a search.
 
-    The body: the spec, the index of weights.bin, which matrices are sums and which stay in float16, the final form
-    with its reason, the self-check's error. Raises record.Blocked where the model or a preparation cannot work.
+    The body: the spec, the index of weights.bin, which matrices are sums, have a widened input or stay in float16, the
+    final form with its reason, the self-check's error. Raises record.Blocked where the model or a preparation cannot
+    work.
     """
     import numpy as np
     import torch
@@ -77,6 +78,7 @@ def run(job: Job) -> dict[str, Any]:
         "spec": prepared.spec.to_dict(),
         "tensors": index,
         "sums": work.sums,
+        "widened": work.widened,
         "kept": work.kept,
         "compensated": any(getattr(step, "COMPENSATES", False) for _, step, _ in steps),
         "parameter_bytes": sum(x.nbytes for x in tensors.values()),

@@ -26,19 +26,24 @@ def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 
     """
     if gram is None:
         return (grid.nearest(weight, group),)
-    order = np.argsort(-np.diag(gram), kind="stable")
-    factor = _factor(gram[np.ix_(order, order)].astype(np.float64))
+    order, factor = ordered(gram)
     done = np.empty(weight.shape, np.float32)
     for start in range(0, weight.shape[1], _COLUMNS):
         columns = slice(start, start + _COLUMNS)
-        done[:, columns] = _rounded(weight[:, columns], np.diag(gram), order, factor, group)
+        scale = _scales(weight[:, columns], group, np.diag(gram))
+        done[:, columns] = rounded(weight[:, columns], scale, order, factor)
     return (done,)
 
 
-def _rounded(weight: np.ndarray, energy: np.ndarray, order: np.ndarray, factor: np.ndarray, group: int) -> np.ndarray:
-    """Columns on their grid, row by row in `order`, each row's error passed on by the factor of the inverse Hessian."""
-    span = group or len(weight)
-    scale = _scales(weight, group, energy)
+def ordered(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The order of the rows, largest inputs first, and in it the factor of the inverse Hessian, for `rounded`."""
+    order = np.argsort(-np.diag(gram), kind="stable")
+    return order, _factor(gram[np.ix_(order, order)].astype(np.float64))
+
+
+def rounded(weight: np.ndarray, scale: np.ndarray, order: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Columns on the grid of `scale` [groups, 1, out], row by row in `order`, each row's error passed on."""
+    span = len(weight) // len(scale)
     ends = np.abs(weight.reshape(len(scale), span, -1)).argmax(1) + span * np.arange(len(scale))[:, None]
     left, done = weight[order].astype(np.float64), np.empty(weight.shape, np.float32)
     for start in range(0, len(order), _BLOCK):

@@ -1,18 +1,21 @@
-"""Mixed precision by search: each matrix in int4 (gptq), as the sum of two (split2) or in float16 (keep), in a budget.
+"""Mixed precision by search: each matrix in int4 (gptq), in int4 over a widened input (widen), as the sum of two
+(split2) or in float16 (keep), in a budget.
 
 By measured isolated losses: what a matrix's form alone costs on the calibration texts, in nats a token; float16 counts
-as nought. The budget is of the matrices alone, without scales and attention: `megabytes`, or `megacycles`, what the
-compiler predicts for a token. What was chosen is in weights.json (`sums`, `kept`), and in choice.yaml as an entry of
-weights.yaml that needs no search.
+as nought. The budget is of the matrices alone, without scales and attention: `megabytes`, `share` of what float16
+takes, or `megacycles`, what the compiler predicts for a token. What was chosen is in weights.json (`sums`, `widened`,
+`kept`), and in choice.yaml as an entry of weights.yaml that needs no search.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvgate.export import grid
-from kvgate.weights import gptq, keep, split2
+from kvgate.export.widened import Terms, Widened
+from kvgate.weights import gptq, keep, split2, widen
 
 STATISTICS = True
 MOVES = True  # weights, on purpose: the function is not kept
@@ -20,52 +23,75 @@ DTYPES = ("w4a16",)
 DISABLE = ("fuse_conv_conv_add",)
 HYBRID = ("@kept",)
 
-# Of one weight in int4, as a sum, in float16.
-_BYTES = (0.5, 1.0, 2.0)
-# Predicted by toolkit 2.5.0 for rk3576. SmolLM2-135M, whose matrices have 134.5 M weights, takes 9.3 M cycles in int4
-# per channel, 4.2 M in groups of 32, 8.5 M as sums of those, 36.2 M in float16.
-_CYCLES = (0.069, 0.138, 0.27)
+# Of one weight in int4, as a sum, in float16; cycles as toolkit 2.5.0 predicts for rk3576. SmolLM2-135M, whose matrices
+# have 134.5 M weights, takes 9.3 M cycles in int4 per channel, 4.2 M in groups of 32, 8.5 M as sums of those, 36.2 M in
+# float16.
+_PRICES = {"megabytes": (0.5, 1.0, 2.0), "share": (0.25, 0.5, 1.0), "megacycles": (0.069, 0.138, 0.27)}
 _CYCLES_GROUPED = (0.0316, 0.0632, 0.27)
 
 Matrices = dict[str, np.ndarray]
 Forms = Mapping[str, Sequence[float]]  # a number for each form of each matrix
+Loss = Callable[[Matrices], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Form:
+    make: Callable[[str], Terms]  # of a matrix's name
+    price: float  # of one weight
+    kinds: int = 0  # rows that a widened matrix has more, of each group
 
 
 def matrices(
     weights: Matrices,
     grams: Matrices,
-    loss: Callable[[Matrices], Mapping[str, float]],
+    loss: Loss,
     kernels: Mapping[str, int],
     *,
     megabytes: float | None = None,
     megacycles: float | None = None,
+    share: float | None = None,
     group: int = 0,
-) -> dict[str, tuple[np.ndarray, ...]]:
+    signs: Sequence[int] = (),
+) -> dict[str, Terms]:
     """weights: [in, out] by name; grams: [in, in] of those that were seen; loss: of changes by name, 0 where unseen;
-    kernels: rows that are one input channel; group: of input channels.
+    kernels: rows that are one input channel; group: of input channels; signs: of widened forms, fewest first.
 
     Raises ValueError where there is not one budget, or it is below all of them in int4.
     """
-    budgets = {"megabytes": megabytes, "megacycles": megacycles}
-    given = {unit: budget for unit, budget in budgets.items() if budget is not None}
-    if len(given) != 1:
-        raise ValueError(f"budget: got {' and '.join(given) or 'none'}, allowed: one of {', '.join(budgets)}")
-    ((unit, budget),) = given.items()
-    prices = _BYTES if unit == "megabytes" else _CYCLES_GROUPED if group else _CYCLES
-    costs = {name: [price * weight.size / 1e6 for price in prices] for name, weight in weights.items()}
+    unit, budget = _budget(megabytes=megabytes, megacycles=megacycles, share=share)
+    rows = {name: group * kernels[name] for name in weights}
+
+    def gptqed(name: str) -> Terms:
+        return gptq.linear(name, weights[name], grams.get(name), rows[name])
+
+    def widened(count: int) -> Callable[[str], Terms]:
+        # A convolution's input cannot be widened.
+        return lambda name: (
+            widen.linear(name, weights[name], grams.get(name), group, count) if kernels[name] == 1 else gptqed(name)
+        )
+
+    int4, both, float16 = _CYCLES_GROUPED if unit == "megacycles" and group else _PRICES[unit]
+    forms = [
+        Form(gptqed, int4),
+        *(Form(widened(count), int4, widen.KINDS + count) for count in signs),
+        Form(lambda name: split2.linear(name, weights[name], None, rows[name]), both),
+        Form(lambda name: keep.linear(name, weights[name], None), float16),
+    ]
+    scale = 1e6 if unit != "share" else sum(weight.size for weight in weights.values())
+    more = {name: -(-len(weight) // group) if group and kernels[name] == 1 else 0 for name, weight in weights.items()}
+    costs = {
+        name: [form.price * (len(weight) + form.kinds * more[name]) * weight.shape[1] / scale for form in forms]
+        for name, weight in weights.items()
+    }
     least = sum(cost[0] for cost in costs.values())
     if budget < least:
         raise ValueError(f"{unit}: got {budget:g}, allowed: at least {least:.4g}, all in int4")
-    rows = {name: group * kernels[name] for name in weights}
-    found = {name: gptq.linear(name, weight, grams.get(name), rows[name]) for name, weight in weights.items()}
-    int4 = loss({name: found[name][0] - weight for name, weight in weights.items()})
-    sums = loss({name: _left(weight, rows[name]) for name, weight in weights.items()})
-    for name, form in choose({name: (int4[name], sums[name], 0.0) for name in weights}, costs, budget).items():
-        if form == 1:
-            found[name] = split2.linear(name, weights[name], None, rows[name])
-        if form == 2:
-            found[name] = keep.linear(name, weights[name], None)
-    return found
+    lost = [
+        loss({name: _error(form.make(name), weight, rows[name]) for name, weight in weights.items()})
+        for form in forms[:-1]
+    ]
+    losses = {name: (*(one[name] for one in lost), 0.0) for name in weights}
+    return {name: forms[form].make(name) for name, form in choose(losses, costs, budget).items()}
 
 
 def choose(losses: Forms, costs: Forms, budget: float) -> dict[str, int]:
@@ -99,10 +125,16 @@ def _upgraded(losses: Forms, costs: Forms, chosen: dict[str, int], left: float) 
         chosen[name], left = form, left - cost
 
 
-def steps(sums: Iterable[str], kept: Iterable[str], options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def steps(
+    sums: Iterable[str], kept: Iterable[str], signs: Mapping[str, np.ndarray], options: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Of an entry of weights.yaml, those that make the same again without a search. options: the search's."""
     group = {"group": options["group"]} if "group" in options else {}
-    made = [{"name": "gptq", "options": {**group, "skip": [*sums, *kept]}}]
+    counts: dict[int, list[str]] = {}
+    for name, of in signs.items():
+        counts.setdefault(of.shape[1] - widen.KINDS, []).append(name)
+    made = [{"name": "gptq", "options": {**group, "skip": [*sums, *signs, *kept]}}]
+    made += [{"name": "widen", "options": {**group, "signs": n, "only": counts[n]}} for n in sorted(counts)]
     if sums:
         made.append({"name": "split2", "options": {**group, "only": [*sums]}})
     if kept:
@@ -110,7 +142,16 @@ def steps(sums: Iterable[str], kept: Iterable[str], options: Mapping[str, Any]) 
     return made
 
 
-def _left(weight: np.ndarray, group: int) -> np.ndarray:
-    """What is wrong with the sum [in, out]: the toolkit rounds its second term."""
-    _, second = split2.linear("", weight, None, group)
-    return grid.nearest(second, group) - second
+def _budget(**budgets: float | None) -> tuple[str, float]:
+    """The one that is given. Raises ValueError where there is not one."""
+    given = {unit: budget for unit, budget in budgets.items() if budget is not None}
+    if len(given) != 1:
+        raise ValueError(f"budget: got {' and '.join(given) or 'none'}, allowed: one of {', '.join(budgets)}")
+    return given.popitem()
+
+
+def _error(made: Terms, weight: np.ndarray, group: int) -> np.ndarray:
+    """What is wrong with it [in, out]: of a sum only what the toolkit rounds, its second term."""
+    if isinstance(made, Widened):
+        return made.flat() - weight
+    return made[0] - weight if len(made) == 1 else grid.nearest(made[1], group) - made[1]
