@@ -119,9 +119,9 @@ def test_what_is_asked_for_is_what_the_options_say():
 
 def test_usual_values_stand_where_a_request_says_nothing():
     usual = Options(7, 0.5, 0.9, 3, 40, 0.1, 1.2, 0.1, 0.2, {1: 1.0})
-    assert chat.parse(json.dumps({"messages": HI}).encode(), "tiny", usual).options == usual
+    assert chat.parse(json.dumps({"messages": HI}).encode(), ["tiny"], usual).options == usual
     body = {"messages": HI, "temperature": 0, "max_tokens": -1, "top_k": 0}
-    found = chat.parse(json.dumps(body).encode(), "tiny", usual).options
+    found = chat.parse(json.dumps(body).encode(), ["tiny"], usual).options
     assert (found.temperature, found.max_tokens, found.top_k, found.min_p) == (0, None, 0, 0.1)
 
 

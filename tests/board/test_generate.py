@@ -338,9 +338,8 @@ def test_templates_render_as_transformers_renders_them(rows, tmp_path, chat):
     tokenizer.chat_template = CONSTRUCTS
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CONSTRUCTS)
-    special = {"tokens": dict(tokenizer.special_tokens_map), "ids": tokenizer.all_special_ids}
     wanted = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert Text(tmp_path, special).chat(chat) == list(wanted)
+    assert Text(tmp_path, dict(tokenizer.special_tokens_map)).chat(chat) == list(wanted)
 
 
 def test_what_a_template_refuses_is_said_in_one_line(text, monkeypatch):

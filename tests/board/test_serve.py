@@ -15,7 +15,8 @@ import openai
 import pytest
 import tinyrow
 from kvgate.board import answers
-from kvgate.board.chat import Bad, parse
+from kvgate.board.chat import parse
+from kvgate.board.fields import Bad
 from serving import HI, ROUTE, Served, wait_for
 
 # A real client
@@ -144,10 +145,10 @@ def test_what_asks_for_nothing_is_taken():
         "n": 1, "user": "me", "tools": None, "logprobs": False, "presence_penalty": 0.0, "temperature": None,
         "stop": None, "response_format": {"type": "text"}, "max_tokens": 10**40, "seed": -1, "metadata": {"a": "b"},
     }  # fmt: skip
-    found = parse(json.dumps({"messages": HI, **more}).encode(), "tiny")
+    found = parse(json.dumps({"messages": HI, **more}).encode(), ["tiny"])
     assert found.options.temperature == 0 and found.options.seed == 2**64 - 1 and found.messages == HI
     with pytest.raises(Bad):
-        parse(json.dumps({"messages": HI, "presence_penalty": False}).encode(), "tiny")
+        parse(json.dumps({"messages": HI, "presence_penalty": False}).encode(), ["tiny"])
 
 
 def test_a_body_that_is_too_large_is_413(served):

@@ -28,12 +28,7 @@ def chat(choices: Sequence[Choice], head: Head) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         more = {"logprobs": choice.logprobs, "finish_reason": choice.run.finish}
         found.append({"index": index, "message": message, **more})
-    return {**head, "object": "chat.completion", "choices": found, "usage": usages([x.run for x in choices])}
-
-
-def answer(run: Run, text: str, head: Head) -> dict[str, Any]:
-    """`chat` of one answer."""
-    return chat([Choice(run, text)], head)
+    return {**head, "object": "chat.completion", "choices": found, "usage": usage([x.run for x in choices])}
 
 
 def chunk(
@@ -51,7 +46,7 @@ def chunk(
 def completion(choices: Sequence[Choice], head: Head) -> dict[str, Any]:
     """Of the completions route."""
     found = [_plain(x.text, n, x.run.finish, x.logprobs) for n, x in enumerate(choices)]
-    return {**head, "object": "text_completion", "choices": found, "usage": usages([x.run for x in choices])}
+    return {**head, "object": "text_completion", "choices": found, "usage": usage([x.run for x in choices])}
 
 
 def completion_chunk(
@@ -60,11 +55,7 @@ def completion_chunk(
     return {**head, "object": "text_completion", "choices": [_plain(text, index, finish, logprobs)]}
 
 
-def usage(run: Run) -> dict[str, Any]:
-    return usages([run])
-
-
-def usages(runs: Sequence[Run]) -> dict[str, Any]:
+def usage(runs: Sequence[Run]) -> dict[str, Any]:
     """Of all answers to one prompt, which counts once. An end-of-text token is counted."""
     answered = sum(len(run.tokens) for run in runs)
     return {

@@ -5,15 +5,11 @@ What asks for nothing is taken, what asks for something that is not done here is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvgate.board.answers import answer as answer
-from kvgate.board.answers import chunk as chunk
-from kvgate.board.answers import usage as usage
-from kvgate.board.fields import Bad as Bad
-from kvgate.board.fields import decoded, kind, neutral, number, short, typed, whole
+from kvgate.board.fields import Bad, decoded, kind, neutral, number, short, typed, whole
 from kvgate.board.sampling import Options
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -80,7 +76,7 @@ class Request:
         return self.options if seed is None else replace(self.options, seed=(seed + index) % 2**64)
 
 
-def parse(body: bytes, models: str | Collection[str], usual: Options = Options()) -> Request:  # noqa: B008
+def parse(body: bytes, models: Sequence[str], usual: Options = Options()) -> Request:  # noqa: B008
     """A chat. models: the names that are taken, the first for who names none; usual: where a request says nothing.
 
     Raises Bad on everything that would be answered otherwise than it asks.
@@ -99,7 +95,7 @@ def parse(body: bytes, models: str | Collection[str], usual: Options = Options()
     return _request(given, models, usual, limit, (count or 0) if told else None, messages=messages)
 
 
-def parse_completion(body: bytes, models: str | Collection[str], usual: Options = Options()) -> Request:  # noqa: B008
+def parse_completion(body: bytes, models: Sequence[str], usual: Options = Options()) -> Request:  # noqa: B008
     """A plain text to go on with, as `parse`. Special tokens that it spells are tokens: nothing else makes any."""
     given = decoded(body)
     neutral(given, _NEUTRAL_COMPLETION)
@@ -113,7 +109,7 @@ def parse_completion(body: bytes, models: str | Collection[str], usual: Options 
 
 def _request(
     given: dict[str, Any],
-    models: str | Collection[str],
+    models: Sequence[str],
     usual: Options,
     limit: int | None,
     logprobs: int | None,
@@ -122,10 +118,9 @@ def _request(
 ) -> Request:
     """The fields that both routes have. Raises Bad on those that neither knows."""
     neutral(given, _NEUTRAL)
-    names = [models] if isinstance(models, str) else list(models)
-    asked = given.pop("model", None) or names[0]
-    if asked not in names:
-        text = "model: got {}, allowed: {}".format(short(asked), ", ".join(names))
+    asked = given.pop("model", None) or models[0]
+    if asked not in models:
+        text = "model: got {}, allowed: {}".format(short(asked), ", ".join(models))
         raise Bad(text, "model", "model_not_found", 404)
     options = Options(
         limit,

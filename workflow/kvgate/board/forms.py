@@ -51,7 +51,7 @@ class Form:
         return {**answers.chunk(self.head, {}, run.finish, index), "timings": timings([run])}
 
     def usage(self, runs: Sequence[Run]) -> dict[str, Any]:
-        return {**self.head, "object": self.chunk_kind, "choices": [], "usage": answers.usages(runs)}
+        return {**self.head, "object": self.chunk_kind, "choices": [], "usage": answers.usage(runs)}
 
     def _answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return answers.chat(choices, self.head)

@@ -27,8 +27,7 @@ class Text:
     def __init__(self, folder: Path, special: Mapping[str, Any]) -> None:
         """folder: has tokenizer.json and, if the model has one, chat_template.jinja.
 
-        special: `tokens`, the template's variables, bos_token and so on.
-        Raises Unavailable.
+        special: the template's variables, bos_token and so on. Raises Unavailable.
         """
         if not (folder / "tokenizer.json").is_file():
             raise Unavailable("text: this model's tokenizer has no tokenizer.json; token ids work: --ids")
@@ -107,7 +106,7 @@ class Text:
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         variables = {"messages": messages, "tools": None, "documents": None}
         try:
-            return str(self.template.render(add_generation_prompt=True, **variables, **self.special["tokens"]))
+            return str(self.template.render(add_generation_prompt=True, **variables, **self.special))
         except Exception as error:  # whatever a template does with an unusual chat
             line = " ".join(str(error).split()) or type(error).__name__
             raise ValueError("messages: the model's chat template refuses them: {}".format(line)) from None
