@@ -415,7 +415,8 @@ def test_an_answer_that_is_cut_by_the_end_says_so(bundle):
         served.close()
 
 
-def test_a_port_that_is_taken_is_one_line(bundle):
+def test_a_port_that_is_taken_is_one_line_before_the_model_is_loaded(bundle, tmp_path):
+    bundle = damaged(bundle, tmp_path / "bundle", "model.onnx", b"no model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ran = tinyrow.generate(bundle, "--port", str(port), program="serve.py")
