@@ -8,6 +8,7 @@ from typing import Any
 
 from kvgate.board.context import Run
 from kvgate.board.sampling import Logprob
+from kvgate.board.text import BROKEN
 
 Head = Mapping[str, Any]  # id, created, model, system_fingerprint
 Name = Callable[[int], "tuple[str, bytes]"]  # a token's text and its bytes (text.Text.token)
@@ -79,16 +80,22 @@ def chat_logprobs(tokens: Sequence[Logprob], name: Name) -> dict[str, Any]:
 
 def completion_logprobs(tokens: Sequence[Logprob], name: Name, offset: int = 0) -> dict[str, Any]:
     """The older form of the completions route. offset: characters of the answer before these tokens."""
-    texts, places = [name(x.token)[0] for x in tokens], []
-    for text in texts:
+    places = []
+    for x in tokens:
         places.append(offset)
-        offset += len(text)
+        offset += len(name(x.token)[0])
     return {
-        "tokens": texts,
+        "tokens": [_label(x.token, name) for x in tokens],
         "token_logprobs": [x.value for x in tokens],
-        "top_logprobs": [{name(token)[0]: value for token, value in x.best} for x in tokens],
+        "top_logprobs": [{_label(token, name): value for token, value in x.best} for x in tokens],
         "text_offset": places,
     }
+
+
+def _label(token: int, name: Name) -> str:
+    """As OpenAI does it: parts of characters have no text of their own, and would all be one key."""
+    text, data = name(token)
+    return "bytes:" + "".join("\\x{:02x}".format(x) for x in data) if BROKEN in text else text
 
 
 def _plain(text: str, index: int, finish: str | None, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:

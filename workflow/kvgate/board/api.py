@@ -65,7 +65,7 @@ class Api(Handler):
         routes = self.routes()
         if path not in routes:
             known = ", ".join("{} {}".format(x.method, name) for name, x in routes.items())
-            raise Bad("{} {}: unknown, allowed: {}".format(self.command[:20], path[:60], known), status=404)
+            raise Bad("route: got {}, allowed: {}".format(path[:60], known), status=404)
         return routes[path]
 
     def note(self, text: str) -> None:

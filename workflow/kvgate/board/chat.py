@@ -13,7 +13,7 @@ from kvgate.board.fields import Bad, decoded, kind, neutral, number, short, type
 from kvgate.board.sampling import Options
 
 ROLES = ("system", "developer", "user", "assistant")
-_STOPS = 4  # strings, the most that OpenAI takes
+_STOPS = 32  # strings; OpenAI takes 4, editors that complete code send a dozen
 _ANSWERS = 16  # to one request
 _BEST = 20  # log probabilities a token, the most that OpenAI takes
 _COMPLETION_TOKENS = 16  # OpenAI's default on its completions route
@@ -21,6 +21,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default on its completions route
 # Fields that change nothing here; those of llama.cpp's below belong to methods that are refused unless they are off.
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prediction",
     "cache_prompt", "id_slot", "keep_alive", "timings_per_token", "return_progress", "reasoning_format",
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent",
     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
@@ -37,6 +38,19 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "mirostat": (0,),
     "xtc_probability": (0,),
     "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "min_keep": (0,),
+    "n_keep": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "lora": ([],),
+    "penalize_nl": (False,),
+    "return_tokens": (False,),
+    "post_sampling_probs": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "stop_token_ids": ([],),
     "dry_multiplier": (0,),
     "grammar": ("",),
     "json_schema": ({},),
@@ -53,8 +67,14 @@ _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
     "verbosity": ("medium",),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
+    "add_special_tokens": (False,),
+    "echo": (False,),
 }
-_NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {"echo": (False,), "suffix": ("",)}
+_NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
+    "add_special_tokens": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+}
 
 
 @dataclass(frozen=True)

@@ -86,5 +86,5 @@ class Completion(Form):
         if self.name is None:
             return None
         found = answers.completion_logprobs(told, self.name, self._offsets.get(index, 0))
-        self._offsets[index] = self._offsets.get(index, 0) + sum(len(x) for x in found["tokens"])
+        self._offsets[index] = self._offsets.get(index, 0) + sum(len(self.name(x.token)[0]) for x in told)
         return found
