@@ -31,7 +31,7 @@ def one(root, row, error):
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch):
     """The checkpoint here has none that transformers could load."""
-    made = {"tokenizer.json": None, "chat_template.jinja": None, "special": {"tokens": {}, "ids": []}}
+    made = {"tokenizer.json": None, "chat_template.jinja": None, "special": {}}
     monkeypatch.setattr(bundle, "tokenizer", lambda checkpoint: made)
 
 

@@ -80,6 +80,7 @@ class Served:
         self.server = ApiServer(
             ("127.0.0.1", 0), self.service, Access(**access), self.terminal.say, log=True, beat=beat
         )
+        self.server.server_activate()
         self.server.limits = Quick
         self.port = self.server.server_port
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,))

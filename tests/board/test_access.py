@@ -3,7 +3,7 @@
 import openai
 import pytest
 from kvgate.board.access import Access, keys, origin
-from kvgate.board.chat import Bad
+from kvgate.board.fields import Bad
 from serving import HI, ROUTE, Served
 
 PAGE = "http://localhost:3000"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvgate.board.bodies import LIMIT, Gone, read, size
-from kvgate.board.chat import Bad
+from kvgate.board.fields import Bad
 
 
 def headers(*pairs):

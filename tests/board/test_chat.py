@@ -39,6 +39,9 @@ NOTHING = [
     {"top_k": 0, "min_p": 0, "repeat_penalty": 1.0, "repeat_last_n": 64, "typical_p": 1, "mirostat": 0},
     {"top_k": -1, "repetition_penalty": 1, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}},
     {"dry_multiplier": 0, "dry_base": 1.75, "xtc_probability": 0, "xtc_threshold": 0.1, "dynatemp_range": 0},
+    {"top_n_sigma": -1.0, "min_keep": 0, "n_keep": 0, "n_predict": -1, "n_probs": 0, "lora": [], "penalize_nl": False},
+    {"skip_special_tokens": True, "stop_token_ids": [], "include_stop_str_in_output": False, "echo": False},
+    {"add_special_tokens": False, "prediction": {"type": "content", "content": "x"}},
     {"model": ""},
     {"model": "gpt-4o"},
     {"user": "me", "metadata": {"a": "b"}, "tools": None, "stop": None, "seed": None, "grammar": ""},
@@ -69,6 +72,9 @@ def test_what_asks_for_nothing_is_taken_and_changes_nothing(fields):
         ({"max_tokens": True}, "max_tokens"),
         ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
         ({"mirostat": 2}, "mirostat"),
+        ({"top_n_sigma": 1}, "top_n_sigma"),
+        ({"stop_token_ids": [7]}, "stop_token_ids"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"grammar": "root ::= x"}, "grammar"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n"),
         ({"repeat_penalty": 0}, "repeat_penalty"),
@@ -119,9 +125,9 @@ def test_what_is_asked_for_is_what_the_options_say():
 
 def test_usual_values_stand_where_a_request_says_nothing():
     usual = Options(7, 0.5, 0.9, 3, 40, 0.1, 1.2, 0.1, 0.2, {1: 1.0})
-    assert chat.parse(json.dumps({"messages": HI}).encode(), "tiny", usual).options == usual
+    assert chat.parse(json.dumps({"messages": HI}).encode(), ["tiny"], usual).options == usual
     body = {"messages": HI, "temperature": 0, "max_tokens": -1, "top_k": 0}
-    found = chat.parse(json.dumps(body).encode(), "tiny", usual).options
+    found = chat.parse(json.dumps(body).encode(), ["tiny"], usual).options
     assert (found.temperature, found.max_tokens, found.top_k, found.min_p) == (0, None, 0, 0.1)
 
 
@@ -167,7 +173,9 @@ def test_a_prompt_is_a_text_or_ids(prompt, wanted):
 
 
 def test_what_a_completion_may_ask_for():
-    found = completion(n=2, best_of=2, echo=False, suffix="", logprobs=2, max_tokens=-1, stop=["a"], top_k=3)
+    found = completion(
+        n=2, best_of=2, echo=False, add_special_tokens=True, suffix="", logprobs=2, max_tokens=-1, stop=["a"], top_k=3
+    )
     assert found.answers == 2 and found.options == Options(top_k=3, logprobs=2) and found.stops == ["a"]
     assert completion(suffix=None, logprobs=None).options.logprobs is None
 
@@ -199,10 +207,10 @@ def test_what_a_completion_may_not_ask_for(fields, param):
 
 
 def name(token):
-    return {1: ("a", b"a"), 2: ("\ufffd", b"\xc3"), 3: ("bc", b"bc")}[token]
+    return {1: ("a", b"a"), 2: ("\ufffd", b"\xc3"), 3: ("bc", b"bc"), 4: ("\ufffd", b"\xe2\x82")}[token]
 
 
-TOKENS = [Logprob(1, -0.5, ((1, -0.5), (3, -1.5))), Logprob(2, -2.0), Logprob(3, -0.25)]
+TOKENS = [Logprob(1, -0.5, ((1, -0.5), (3, -1.5))), Logprob(2, -2.0, ((4, -1.0), (2, -2.0))), Logprob(3, -0.25)]
 
 
 def test_log_probabilities_are_in_openai_s_form():
@@ -213,11 +221,17 @@ def test_log_probabilities_are_in_openai_s_form():
             {"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "bc", "logprob": -1.5, "bytes": [98, 99]},
         ],
     }  # fmt: skip
-    assert found["content"][1] == {"token": "\ufffd", "logprob": -2.0, "bytes": [0xC3], "top_logprobs": []}
+    assert found["content"][1] == {
+        "token": "\ufffd", "logprob": -2.0, "bytes": [0xC3],
+        "top_logprobs": [
+            {"token": "\ufffd", "logprob": -1.0, "bytes": [0xE2, 0x82]},
+            {"token": "\ufffd", "logprob": -2.0, "bytes": [0xC3]},
+        ],
+    }  # fmt: skip
     assert answers.completion_logprobs(TOKENS, name, 10) == {
-        "tokens": ["a", "\ufffd", "bc"],
+        "tokens": ["a", r"bytes:\xc3", "bc"],
         "token_logprobs": [-0.5, -2.0, -0.25],
-        "top_logprobs": [{"a": -0.5, "bc": -1.5}, {}, {}],
+        "top_logprobs": [{"a": -0.5, "bc": -1.5}, {r"bytes:\xe2\x82": -1.0, r"bytes:\xc3": -2.0}, {}],
         "text_offset": [10, 11, 12],
     }
 

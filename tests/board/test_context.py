@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvgate.board.bundled import Bundle
 from kvgate.board.context import Options, Run
-from kvgate.board.kept import Kept, common
+from kvgate.board.kept import MOST, Kept, common
 from kvgate.board.pieces import pieces
 from test_generate import STRATEGIES, context_of, generated
 
@@ -118,6 +118,15 @@ def test_the_memory_has_a_limit_and_the_oldest_goes_first():
     assert kept.best([5]) == (None, 0)
     views[0][0][...] = 5
     assert (kept.conversations[0].slots[0][0] == 1).all()  # copies
+
+
+def test_their_number_has_a_limit_too():
+    views = [(np.ones((8, 1, 4), np.float32), np.ones((8, 1, 4), np.float32))]
+    kept = Kept(1 << 30)
+    for n in range(MOST + 3):
+        kept.save([n], views)
+    assert [x.tokens for x in kept.conversations] == [[n] for n in range(3, MOST + 3)]
+    assert kept.best([2]) == (None, 0) and kept.best([3])[1] == 1
 
 
 def test_one_that_has_to_go_for_the_present_one_is_still_taken_up(folders):

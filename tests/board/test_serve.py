@@ -15,7 +15,8 @@ import openai
 import pytest
 import tinyrow
 from kvgate.board import answers
-from kvgate.board.chat import Bad, parse
+from kvgate.board.chat import parse
+from kvgate.board.fields import Bad
 from serving import HI, ROUTE, Served, wait_for
 
 # A real client
@@ -123,7 +124,7 @@ def test_the_client_sees_openai_s_errors(served):
         ({"messages": HI, "top_p": -1}, "top_p", "got -1"),
         ({"messages": HI, "seed": 1.5}, "seed", "got 1.5"),
         ({"messages": HI, "stop": [""]}, "stop", "not empty"),
-        ({"messages": HI, "stop": list("abcde")}, "stop", "up to 4"),
+        ({"messages": HI, "stop": ["x"] * 33}, "stop", "up to 32"),
         ({"messages": HI, "stream": "yes"}, "stream", "allowed: true or false"),
         ({"messages": HI, "stream_options": {"include_usage": True}}, "stream_options", "with stream"),
         ({"messages": HI, "model": ["a"]}, "model", "allowed: tiny"),
@@ -144,10 +145,10 @@ def test_what_asks_for_nothing_is_taken():
         "n": 1, "user": "me", "tools": None, "logprobs": False, "presence_penalty": 0.0, "temperature": None,
         "stop": None, "response_format": {"type": "text"}, "max_tokens": 10**40, "seed": -1, "metadata": {"a": "b"},
     }  # fmt: skip
-    found = parse(json.dumps({"messages": HI, **more}).encode(), "tiny")
+    found = parse(json.dumps({"messages": HI, **more}).encode(), ["tiny"])
     assert found.options.temperature == 0 and found.options.seed == 2**64 - 1 and found.messages == HI
     with pytest.raises(Bad):
-        parse(json.dumps({"messages": HI, "presence_penalty": False}).encode(), "tiny")
+        parse(json.dumps({"messages": HI, "presence_penalty": False}).encode(), ["tiny"])
 
 
 def test_a_body_that_is_too_large_is_413(served):
@@ -414,7 +415,8 @@ def test_an_answer_that_is_cut_by_the_end_says_so(bundle):
         served.close()
 
 
-def test_a_port_that_is_taken_is_one_line(bundle):
+def test_a_port_that_is_taken_is_one_line_before_the_model_is_loaded(bundle, tmp_path):
+    bundle = damaged(bundle, tmp_path / "bundle", "model.onnx", b"no model")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ran = tinyrow.generate(bundle, "--port", str(port), program="serve.py")
@@ -572,6 +574,7 @@ def test_a_damaged_file_is_one_line(bundle, tmp_path, name, data):
         ("raise AttributeError('no attribute rknn_x')", "no attribute rknn_x"),
         ("raise SystemError('initialization failed')", "initialization failed"),
         ("raise SystemExit(-1)", "SystemExit: -1"),
+        ("raise ImportError", "ImportError"),
         ("import os\nos.write(2, b'E RKNN: x')\nos.close(1)\nos.close(2)\nraise RuntimeError('all')", "all"),
         ("class RKNNLite:\n    def __init__(self, **_): raise OSError('made')", "made"),
     ],

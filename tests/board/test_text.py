@@ -90,7 +90,7 @@ def loaded(kind, template, folder):
     (folder / "tokenizer.json").write_text(theirs.backend_tokenizer.to_str(), encoding="utf-8")
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return Text(folder, {"tokens": dict(theirs.special_tokens_map), "ids": theirs.all_special_ids}), theirs
+    return Text(folder, dict(theirs.special_tokens_map)), theirs
 
 
 @pytest.fixture(scope="module", params=[(k, t) for k in KINDS for t in TEMPLATES], ids="-".join)
@@ -246,7 +246,7 @@ def test_a_token_s_text_and_bytes(tmp_path):
 def test_a_damaged_tokenizer_is_one_line(tmp_path, data):
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(Unavailable, match=r"tokenizer.json is damaged: .*token ids work") as caught:
-        Text(tmp_path, {"tokens": {}, "ids": []})
+        Text(tmp_path, {})
     assert "\n" not in str(caught.value)
 
 
@@ -255,4 +255,4 @@ def test_a_damaged_template_is_one_line(bundle, tmp_path):
     for data in (b"\xff{{", b"{% if %}", b"{{ messages"):
         (tmp_path / "chat_template.jinja").write_bytes(data)
         with pytest.raises(Unavailable, match=r"chat_template.jinja.*token ids work"):
-            Text(tmp_path, {"tokens": {}, "ids": []})
+            Text(tmp_path, {})

@@ -62,7 +62,22 @@ def test_a_restart_takes_the_port_that_connections_still_hold(bundle):
             connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             assert b"200" in connection.makefile("rb").read()  # the server closes first: its side waits (TIME_WAIT)
     made = transport.Server(("127.0.0.1", port), None, 1, print)
+    made.server_activate()
     made.server_close()
+
+
+def test_a_port_is_had_before_anybody_can_connect():
+    made = transport.Server(("127.0.0.1", 0), None, 1, print)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(made.server_address, timeout=10)
+    other = transport.Server(made.server_address, None, 1, print)  # as a second one that also loads still
+    made.server_activate()
+    with pytest.raises(OSError, match="Address already in use"):
+        other.server_activate()
+    with pytest.raises(OSError, match="Address already in use"):
+        transport.Server(made.server_address, None, 1, print)
+    for server in (made, other):
+        server.server_close()
 
 
 def test_a_head_of_a_byte_at_a_time_ends_at_its_deadline(served):

@@ -224,7 +224,7 @@ def tokenizer(checkpoint: Path) -> dict[str, Any]:
     return {
         TOKENIZER: backend.to_str() if backend is not None else None,
         _TEMPLATE: loaded.get_chat_template() if loaded.chat_template else None,
-        "special": {"tokens": dict(loaded.special_tokens_map), "ids": sorted(loaded.all_special_ids)},
+        "special": dict(loaded.special_tokens_map),
     }
 
 

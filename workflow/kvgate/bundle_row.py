@@ -13,7 +13,7 @@ from kvgate.job import record_path
 
 GRAPH = ("model.onnx", "weights.bin")  # the second one only where the graph has its weights outside
 TOKENIZER, TABLES = "tokenizer.json", "host.npz"
-_MAKES = 1  # another number where bundle.half or bundle.tokenizer make something else of the same files
+_MAKES = 2  # another number where bundle.half or bundle.tokenizer make something else of the same files
 
 
 class Refused(ValueError):

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvgate.board.context import Run
 from kvgate.board.sampling import Logprob
+from kvgate.board.text import BROKEN
 
 Head = Mapping[str, Any]  # id, created, model, system_fingerprint
 Name = Callable[[int], "tuple[str, bytes]"]  # a token's text and its bytes (text.Text.token)
@@ -28,12 +29,7 @@ def chat(choices: Sequence[Choice], head: Head) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
         more = {"logprobs": choice.logprobs, "finish_reason": choice.run.finish}
         found.append({"index": index, "message": message, **more})
-    return {**head, "object": "chat.completion", "choices": found, "usage": usages([x.run for x in choices])}
-
-
-def answer(run: Run, text: str, head: Head) -> dict[str, Any]:
-    """`chat` of one answer."""
-    return chat([Choice(run, text)], head)
+    return {**head, "object": "chat.completion", "choices": found, "usage": usage([x.run for x in choices])}
 
 
 def chunk(
@@ -51,7 +47,7 @@ def chunk(
 def completion(choices: Sequence[Choice], head: Head) -> dict[str, Any]:
     """Of the completions route."""
     found = [_plain(x.text, n, x.run.finish, x.logprobs) for n, x in enumerate(choices)]
-    return {**head, "object": "text_completion", "choices": found, "usage": usages([x.run for x in choices])}
+    return {**head, "object": "text_completion", "choices": found, "usage": usage([x.run for x in choices])}
 
 
 def completion_chunk(
@@ -60,11 +56,7 @@ def completion_chunk(
     return {**head, "object": "text_completion", "choices": [_plain(text, index, finish, logprobs)]}
 
 
-def usage(run: Run) -> dict[str, Any]:
-    return usages([run])
-
-
-def usages(runs: Sequence[Run]) -> dict[str, Any]:
+def usage(runs: Sequence[Run]) -> dict[str, Any]:
     """Of all answers to one prompt, which counts once. An end-of-text token is counted."""
     answered = sum(len(run.tokens) for run in runs)
     return {
@@ -88,16 +80,22 @@ def chat_logprobs(tokens: Sequence[Logprob], name: Name) -> dict[str, Any]:
 
 def completion_logprobs(tokens: Sequence[Logprob], name: Name, offset: int = 0) -> dict[str, Any]:
     """The older form of the completions route. offset: characters of the answer before these tokens."""
-    texts, places = [name(x.token)[0] for x in tokens], []
-    for text in texts:
+    places = []
+    for x in tokens:
         places.append(offset)
-        offset += len(text)
+        offset += len(name(x.token)[0])
     return {
-        "tokens": texts,
+        "tokens": [_label(x.token, name) for x in tokens],
         "token_logprobs": [x.value for x in tokens],
-        "top_logprobs": [{name(token)[0]: value for token, value in x.best} for x in tokens],
+        "top_logprobs": [{_label(token, name): value for token, value in x.best} for x in tokens],
         "text_offset": places,
     }
+
+
+def _label(token: int, name: Name) -> str:
+    """As OpenAI does it: parts of characters have no text of their own, and would all be one key."""
+    text, data = name(token)
+    return "bytes:" + "".join("\\x{:02x}".format(x) for x in data) if BROKEN in text else text
 
 
 def _plain(text: str, index: int, finish: str | None, logprobs: Mapping[str, Any] | None) -> dict[str, Any]:

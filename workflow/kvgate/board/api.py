@@ -26,9 +26,10 @@ class ApiServer(Server):
     def __init__(
         self, address: tuple[str, int], service: Service, access: Access, say: Any, log: bool, beat: float = 10.0
     ) -> None:
-        """log: a line for each request; beat: seconds without a piece after which a stream gets a comment.
+        """The service's worker is started before `server_activate`.
 
-        Raises OSError where the address cannot be bound.
+        log: a line for each request; beat: seconds without a piece after which a stream gets a comment. Raises OSError
+        where the address cannot be bound.
         """
         self.service, self.access, self.log, self.beat = service, access, log, beat
         super().__init__(address, Api, service.worker.limit + 1 + SPARE, say)
@@ -64,7 +65,7 @@ class Api(Handler):
         routes = self.routes()
         if path not in routes:
             known = ", ".join("{} {}".format(x.method, name) for name, x in routes.items())
-            raise Bad("{} {}: unknown, allowed: {}".format(self.command[:20], path[:60], known), status=404)
+            raise Bad("route: got {}, allowed: {}".format(path[:60], known), status=404)
         return routes[path]
 
     def note(self, text: str) -> None:

@@ -47,7 +47,7 @@ def _chunks(file: Any) -> bytes:
         if not digits or digits.strip(b"0123456789abcdefABCDEF"):
             raise Bad("chunk: got {!r}, allowed: its size, a hexadecimal number".format(digits[:20].decode("latin-1")))
         if len(digits) > 12 or len(found) + int(digits, 16) > LIMIT:
-            raise _too_large("chunks of more")
+            raise _too_large("more")
         length = int(digits, 16)
         if length == 0:
             break

@@ -5,19 +5,15 @@ What asks for nothing is taken, what asks for something that is not done here is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvgate.board.answers import answer as answer
-from kvgate.board.answers import chunk as chunk
-from kvgate.board.answers import usage as usage
-from kvgate.board.fields import Bad as Bad
-from kvgate.board.fields import decoded, kind, neutral, number, short, typed, whole
+from kvgate.board.fields import Bad, decoded, kind, neutral, number, short, typed, whole
 from kvgate.board.sampling import Options
 
 ROLES = ("system", "developer", "user", "assistant")
-_STOPS = 4  # strings, the most that OpenAI takes
+_STOPS = 32  # strings; OpenAI takes 4, editors that complete code send a dozen
 _ANSWERS = 16  # to one request
 _BEST = 20  # log probabilities a token, the most that OpenAI takes
 _COMPLETION_TOKENS = 16  # OpenAI's default on its completions route
@@ -25,6 +21,7 @@ _COMPLETION_TOKENS = 16  # OpenAI's default on its completions route
 # Fields that change nothing here; those of llama.cpp's below belong to methods that are refused unless they are off.
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prediction",
     "cache_prompt", "id_slot", "keep_alive", "timings_per_token", "return_progress", "reasoning_format",
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent",
     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
@@ -41,6 +38,19 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "mirostat": (0,),
     "xtc_probability": (0,),
     "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "min_keep": (0,),
+    "n_keep": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "lora": ([],),
+    "penalize_nl": (False,),
+    "return_tokens": (False,),
+    "post_sampling_probs": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "stop_token_ids": ([],),
     "dry_multiplier": (0,),
     "grammar": ("",),
     "json_schema": ({},),
@@ -57,8 +67,14 @@ _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
     "verbosity": ("medium",),
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
+    "add_special_tokens": (False,),
+    "echo": (False,),
 }
-_NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {"echo": (False,), "suffix": ("",)}
+_NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
+    "add_special_tokens": (True,),
+    "echo": (False,),
+    "suffix": ("",),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ class Request:
         return self.options if seed is None else replace(self.options, seed=(seed + index) % 2**64)
 
 
-def parse(body: bytes, models: str | Collection[str], usual: Options = Options()) -> Request:  # noqa: B008
+def parse(body: bytes, models: Sequence[str], usual: Options = Options()) -> Request:  # noqa: B008
     """A chat. models: the names that are taken, the first for who names none; usual: where a request says nothing.
 
     Raises Bad on everything that would be answered otherwise than it asks.
@@ -99,7 +115,7 @@ def parse(body: bytes, models: str | Collection[str], usual: Options = Options()
     return _request(given, models, usual, limit, (count or 0) if told else None, messages=messages)
 
 
-def parse_completion(body: bytes, models: str | Collection[str], usual: Options = Options()) -> Request:  # noqa: B008
+def parse_completion(body: bytes, models: Sequence[str], usual: Options = Options()) -> Request:  # noqa: B008
     """A plain text to go on with, as `parse`. Special tokens that it spells are tokens: nothing else makes any."""
     given = decoded(body)
     neutral(given, _NEUTRAL_COMPLETION)
@@ -113,7 +129,7 @@ def parse_completion(body: bytes, models: str | Collection[str], usual: Options 
 
 def _request(
     given: dict[str, Any],
-    models: str | Collection[str],
+    models: Sequence[str],
     usual: Options,
     limit: int | None,
     logprobs: int | None,
@@ -122,10 +138,9 @@ def _request(
 ) -> Request:
     """The fields that both routes have. Raises Bad on those that neither knows."""
     neutral(given, _NEUTRAL)
-    names = [models] if isinstance(models, str) else list(models)
-    asked = given.pop("model", None) or names[0]
-    if asked not in names:
-        text = "model: got {}, allowed: {}".format(short(asked), ", ".join(names))
+    asked = given.pop("model", None) or models[0]
+    if asked not in models:
+        text = "model: got {}, allowed: {}".format(short(asked), ", ".join(models))
         raise Bad(text, "model", "model_not_found", 404)
     options = Options(
         limit,

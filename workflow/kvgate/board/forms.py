@@ -51,7 +51,7 @@ class Form:
         return {**answers.chunk(self.head, {}, run.finish, index), "timings": timings([run])}
 
     def usage(self, runs: Sequence[Run]) -> dict[str, Any]:
-        return {**self.head, "object": self.chunk_kind, "choices": [], "usage": answers.usages(runs)}
+        return {**self.head, "object": self.chunk_kind, "choices": [], "usage": answers.usage(runs)}
 
     def _answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
         return answers.chat(choices, self.head)
@@ -86,5 +86,5 @@ class Completion(Form):
         if self.name is None:
             return None
         found = answers.completion_logprobs(told, self.name, self._offsets.get(index, 0))
-        self._offsets[index] = self._offsets.get(index, 0) + sum(len(x) for x in found["tokens"])
+        self._offsets[index] = self._offsets.get(index, 0) + sum(len(self.name(x.token)[0]) for x in told)
         return found

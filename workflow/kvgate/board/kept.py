@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MOST = 16  # conversations: a prompt is compared with all of them, token by token (10 ms where each has 8,192)
 Slots = Sequence["tuple[np.ndarray, np.ndarray]"]  # per layer K and V as [S, Hk, D]; slot n is token n's
 
 
@@ -21,7 +22,7 @@ class Conversation:
 
 
 class Kept:
-    """The ones used last, as many as the memory allows."""
+    """The ones used last, as many as the memory allows, at most MOST."""
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of K and V; 0: none are kept."""
@@ -45,7 +46,7 @@ class Kept:
         if size > self.limit:
             return
         self.conversations = [x for x in self.conversations if common(x.tokens, tokens) < len(x.tokens)]
-        while size + self.size > self.limit:
+        while len(self.conversations) >= MOST or size + self.size > self.limit:
             del self.conversations[0]
         slots = [(key[:count].copy(), value[:count].copy()) for key, value in views]
         self.conversations.append(Conversation(list(tokens), slots, size))

@@ -33,7 +33,8 @@ class Engine:
         try:
             from rknnlite.api import RKNNLite
         except ImportError as error:
-            raise EngineError("engine_missing", "rknn-toolkit-lite2: {}".format(error)) from None
+            text = "rknn-toolkit-lite2: {}".format(str(error) or type(error).__name__)
+            raise EngineError("engine_missing", text) from None
         self.lite = RKNNLite(verbose=False)
         self._call("load_rknn", self.lite.load_rknn, self.path)
         say("init")

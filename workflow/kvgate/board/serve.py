@@ -6,10 +6,12 @@ One model: requests are answered one at a time, in order; a few wait, the rest a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvgate.board import access, arguments, bundled
@@ -81,15 +83,15 @@ def main(argv: list[str], folder: Path) -> int:
         rules = access.Access(tuple(x.lower() for x in args.allow_host), origins, keys)
         with bundled.ends_at_once():
             bundle = bundled.Bundle(args.bundle)
-            text = bundle.text()
             worker = Worker(lambda: bundled.open_context(args, bundle, terminal), args.queue)
+            service = Service(bundle, bundle.text(), worker, args.alias, arguments.chosen(args))
+            address = args.host, args.port
+            with _said_of(address):  # before the model is loaded, which may take a minute
+                server = ApiServer(address, service, rules, terminal.say, not args.quiet)
             worker.start()
+            with _said_of(address):
+                server.server_activate()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        service = Service(bundle, text, worker, args.alias, arguments.chosen(args))
-        try:
-            server = ApiServer((args.host, args.port), service, rules, terminal.say, not args.quiet)
-        except OSError as error:
-            raise bundled.Refused("{}:{}: {}".format(args.host, args.port, error.strerror or error)) from None
         _serve(server)
         return 0
     except KeyboardInterrupt:
@@ -103,6 +105,15 @@ def main(argv: list[str], folder: Path) -> int:
                 signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
         if worker is not None:
             worker.stop(0 if worker.stopping.is_set() else _END)
+
+
+@contextlib.contextmanager
+def _said_of(address: tuple[str, int]) -> Iterator[None]:
+    """Raises Refused where the address cannot be had."""
+    try:
+        yield
+    except OSError as error:
+        raise bundled.Refused("{}:{}: {}".format(*address, error.strerror or error)) from None
 
 
 def _serve(server: ApiServer) -> None:

@@ -22,22 +22,22 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>$")
 class Unavailable(Exception):
     """Text cannot be handled here. One line: what is missing and what works without it."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__("text: {}; token ids work: generate.py --ids".format(reason))
+
 
 class Text:
     def __init__(self, folder: Path, special: Mapping[str, Any]) -> None:
         """folder: has tokenizer.json and, if the model has one, chat_template.jinja.
 
-        special: `tokens`, the template's variables, bos_token and so on.
-        Raises Unavailable.
+        special: the template's variables, bos_token and so on. Raises Unavailable.
         """
         if not (folder / "tokenizer.json").is_file():
-            raise Unavailable("text: this model's tokenizer has no tokenizer.json; token ids work: --ids")
+            raise Unavailable("this model's tokenizer has no tokenizer.json")
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise Unavailable(
-                "text: needs the Python package tokenizers (pip install tokenizers); token ids work without it: --ids"
-            ) from None
+            raise Unavailable("needs the Python package tokenizers (pip install tokenizers)") from None
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self.tokenizer.no_padding()
@@ -47,7 +47,7 @@ class Text:
             raise
         except BaseException as error:  # the package's own panics are no Exception
             line = " ".join(str(error).split()) or type(error).__name__
-            raise Unavailable("text: tokenizer.json is damaged: {}; token ids work: --ids".format(line)) from None
+            raise Unavailable("tokenizer.json is damaged: {}".format(line)) from None
         self.special = special
         self.template = _template(folder / "chat_template.jinja")
 
@@ -107,7 +107,7 @@ class Text:
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         variables = {"messages": messages, "tools": None, "documents": None}
         try:
-            return str(self.template.render(add_generation_prompt=True, **variables, **self.special["tokens"]))
+            return str(self.template.render(add_generation_prompt=True, **variables, **self.special))
         except Exception as error:  # whatever a template does with an unusual chat
             line = " ".join(str(error).split()) or type(error).__name__
             raise ValueError("messages: the model's chat template refuses them: {}".format(line)) from None
@@ -188,7 +188,7 @@ def _template(path: Path) -> Any:
     try:
         return _compile(path.read_text(encoding="utf-8")) if path.is_file() else None
     except UnicodeDecodeError as error:
-        raise Unavailable("text: {} is damaged: {}; token ids work: --ids".format(path.name, error)) from None
+        raise Unavailable("{} is damaged: {}".format(path.name, error)) from None
 
 
 def _compile(template: str) -> Any:
@@ -198,9 +198,7 @@ def _compile(template: str) -> Any:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise Unavailable(
-            "text: needs the Python package jinja2 (pip install jinja2); token ids work without it: --ids"
-        ) from None
+        raise Unavailable("needs the Python package jinja2 (pip install jinja2)") from None
 
     class Generation(Extension):
         """`{% generation %}` marks the assistant's words for training; here it does nothing."""
@@ -226,7 +224,7 @@ def _compile(template: str) -> Any:
     try:
         return environment.from_string(template)
     except TemplateError as error:
-        raise Unavailable("text: chat_template.jinja: {}; token ids work: --ids".format(error)) from None
+        raise Unavailable("chat_template.jinja: {}".format(error)) from None
 
 
 _BYTES = _alphabet()

@@ -127,14 +127,22 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # connections that the system keeps while there is no room
 
     def __init__(self, address: tuple[str, int], handler: Any, limit: int, say: Callable[[str], None]) -> None:
-        """limit: connections at a time. Raises OSError where the address cannot be bound."""
+        """The address is taken; `server_activate` begins to listen. limit: connections at a time.
+
+        Raises OSError where the address cannot be bound.
+        """
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.limit, self.say = limit, say
         self.limits = Limits
         self.connections: set[Connection] = set()
         self._changed = threading.Condition()
-        super().__init__(address, handler)
+        super().__init__(address, handler, bind_and_activate=False)
+        try:
+            self.server_bind()
+        except OSError:
+            self.server_close()
+            raise
 
     def server_bind(self) -> None:
         # HTTPServer's own asks the name service, which may take its time on a board without a network.
