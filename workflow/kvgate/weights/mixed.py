@@ -9,6 +9,7 @@ takes, or `megacycles`, what the compiler predicts for a token. What was chosen 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,23 +61,8 @@ def matrices(
     """
     unit, budget = _budget(megabytes=megabytes, megacycles=megacycles, share=share)
     rows = {name: group * kernels[name] for name in weights}
-
-    def gptqed(name: str) -> Terms:
-        return gptq.linear(name, weights[name], grams.get(name), rows[name])
-
-    def widened(count: int) -> Callable[[str], Terms]:
-        # A convolution's input cannot be widened.
-        return lambda name: (
-            widen.linear(name, weights[name], grams.get(name), group, count) if kernels[name] == 1 else gptqed(name)
-        )
-
-    int4, both, float16 = _CYCLES_GROUPED if unit == "megacycles" and group else _PRICES[unit]
-    forms = [
-        Form(gptqed, int4),
-        *(Form(widened(count), int4, widen.KINDS + count) for count in signs),
-        Form(lambda name: split2.linear(name, weights[name], None, rows[name]), both),
-        Form(lambda name: keep.linear(name, weights[name], None), float16),
-    ]
+    prices = _CYCLES_GROUPED if unit == "megacycles" and group else _PRICES[unit]
+    forms = _forms(weights, grams, rows, [name for name in weights if kernels[name] > 1], prices, group, signs)
     scale = 1e6 if unit != "share" else sum(weight.size for weight in weights.values())
     more = {name: -(-len(weight) // group) if group and kernels[name] == 1 else 0 for name, weight in weights.items()}
     costs = {
@@ -92,6 +78,33 @@ def matrices(
     ]
     losses = {name: (*(one[name] for one in lost), 0.0) for name in weights}
     return {name: forms[form].make(name) for name, form in choose(losses, costs, budget).items()}
+
+
+def _forms(
+    weights: Matrices,
+    grams: Matrices,
+    rows: Mapping[str, int],
+    convolutions: Sequence[str],
+    prices: tuple[float, float, float],
+    group: int,
+    signs: Sequence[int],
+) -> list[Form]:
+    """From the least bytes to the most. A convolution's input cannot be widened: that form of it is int4."""
+
+    def int4(name: str) -> Terms:
+        return gptq.linear(name, weights[name], grams.get(name), rows[name])
+
+    def wide(count: int, name: str) -> Terms:
+        if name in convolutions:
+            return int4(name)
+        return widen.linear(name, weights[name], grams.get(name), group, count)
+
+    return [
+        Form(int4, prices[0]),
+        *(Form(partial(wide, count), prices[0], widen.KINDS + count) for count in signs),
+        Form(lambda name: split2.linear(name, weights[name], None, rows[name]), prices[1]),
+        Form(lambda name: keep.linear(name, weights[name], None), prices[2]),
+    ]
 
 
 def choose(losses: Forms, costs: Forms, budget: float) -> dict[str, int]:
