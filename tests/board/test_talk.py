@@ -10,6 +10,7 @@ import time
 
 import pytest
 import tinyrow
+from kvgate.board import generate
 from test_generate import SLOW, context_of
 
 LINES = ("--chat", "--max-tokens", "3")
@@ -95,7 +96,7 @@ def test_stop_strings_end_an_answer(rows, bundle):
     assert ran.stdout == whole[: whole.find(whole[4:6])] + "\n" and "(stop)" in ran.stderr
 
 
-def test_options_that_do_not_go_together(bundle, tmp_path):
+def test_options_that_do_not_go_together(bundle, tmp_path, capsys):
     for words, wanted in (
         (["--ids", "1", "--chat"], "--chat and --stop are for text"),
         (["--ids", "1", "--stop", "x"], "--chat and --stop are for text"),
@@ -103,8 +104,9 @@ def test_options_that_do_not_go_together(bundle, tmp_path):
         (["Hi", "--stop", ""], "--stop: got an empty text"),
         (["Hi", "--threads", "0"], "--threads: got '0', allowed: 1 or more"),
     ):
-        ran = tinyrow.generate(bundle, *words)
-        assert ran.returncode == 2 and wanted in ran.stderr.splitlines()[-1], ran.stderr
+        with pytest.raises(SystemExit) as caught:
+            generate.main(words, bundle)
+        assert caught.value.code == 2 and wanted in capsys.readouterr().err.splitlines()[-1]
     ran = tinyrow.generate(bundle, "Hi", "--system-file", str(tmp_path / "none"))
     assert (ran.returncode, ran.stderr) == (1, f"generate: --system-file: {tmp_path}/none: No such file or directory\n")
 
@@ -114,7 +116,7 @@ class Terminal:
 
     def __init__(self, bundle, seconds=0.03):
         self.main, side = pty.openpty()
-        code = SLOW.format(more="pass").replace('"Hi"', '"--chat"').replace("0.05", str(seconds))
+        code = SLOW.format(more="pass", seconds=seconds).replace('"Hi"', '"--chat"')
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=bundle, stdin=side, stdout=side, stderr=side,
             env=tinyrow.bare() | {"PYTHONPATH": str(bundle), "PYTHONDONTWRITEBYTECODE": "1", "TERM": "dumb"},
@@ -174,7 +176,7 @@ def test_a_line_can_be_edited(terminal):
 
 
 def test_ctrl_c_in_lines_of_a_pipe_ends_the_answer_then_the_program(bundle):
-    code = SLOW.format(more="pass").replace('"Hi"', '"--chat"')
+    code = SLOW.format(more="pass", seconds=0.05).replace('"Hi"', '"--chat"')
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=bundle, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, preexec_fn=tinyrow.interruptible,

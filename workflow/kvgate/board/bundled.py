@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from kvgate.strategies.host import Host
 FACTS, CONTRACT, TABLES = "bundle.json", "graph_contract.json", "host.npz"
 VERSION = 1
 # What bundle.json must have beside its version and its digest: damaged, it would be another file's or no error at all.
-_KINDS: Mapping[str, Any] = {
-    "row": dict, "special": dict, "sizes": dict, "end_ids": list, "mask": (int, float),
-    "engine": str, "platform": str, "artifact": str, "custom_string": str, "toolkit": str,
+_KINDS = {
+    "row": "an object", "special": "an object", "sizes": "an object", "end_ids": "a list", "mask": "a number",
+    "engine": "a text", "platform": "a text", "artifact": "a text", "custom_string": "a text", "toolkit": "a text",
 }  # fmt: skip
 _PCS = ("x86_64", "AMD64")
 CORE_MASKS = {"auto": 0, "0": 1, "1": 2, "2": 4, "0_1": 3, "0_1_2": 7, "all": 0xFFFF}
@@ -62,9 +62,10 @@ class Bundle:
             raise ValueError("got version {!r}, known: {}".format(self.facts["version"], VERSION))
         if self.contract.digest != self.facts["contract_digest"]:
             raise Refused("{}: is not the contract that {} names".format(CONTRACT, FACTS))
-        for name, wanted in _KINDS.items():
-            if not isinstance(self.facts[name], wanted):
-                raise ValueError("{}: got {}".format(name, fields.kind(self.facts[name])))
+        for name, allowed in _KINDS.items():
+            got = fields.kind(self.facts[name])
+            if got != allowed:
+                raise ValueError("{}: got {}, allowed: {}".format(name, got, allowed))
         if not all(type(x) is int for x in self.facts["end_ids"]):
             raise ValueError("end_ids: got {}, allowed: token ids".format(fields.short(self.facts["end_ids"])))
         for name, size in self.facts["sizes"].items():
