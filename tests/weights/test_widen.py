@@ -17,7 +17,11 @@ from kvgate.weights import gptq, widen
 from test_function import Prepared
 from test_gptq import data, off_grid
 
-QUANT = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())["w4a16_g32_split2"]
+CONFIG = {
+    name: yaml.safe_load((Path(__file__).parents[2] / f"config/{name}.yaml").read_text())
+    for name in ("quants", "weights")
+}
+QUANT = CONFIG["quants"]["w4a16_g32_split2"]
 
 
 def of_16_levels(rows=96, columns=40, seed=0):
@@ -119,6 +123,15 @@ def test_products_that_read_the_same_tensor_share_its_sums(tmp_path):
 def test_a_convolution_is_refused(tmp_path):
     with pytest.raises(record.Blocked, match=r"preparation widen: model\.layers\.0\.self_attn\.out: got a convolution"):
         Prepared(tmp_path, "llama_g8", "widen", group=16)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_entry_without_a_search_leaves_no_matrix_to_the_toolkits_rounding(tmp_path, family):
+    steps = [{"options": {}, **step} for step in CONFIG["weights"]["wide_g32"]["steps"]]
+    made = Prepared(tmp_path, family, size=families.TOOLKIT, entry={"steps": steps})
+    sums, wide = set(made.body["sums"]), set(made.body["widened"])
+    assert {name.rpartition(".")[2] for name in sums} == {"out", "weight"} and "lm_head.weight" in sums
+    assert len(sums) == 3 and len(wide) == 8 and not sums & wide  # two layers
 
 
 @pytest.mark.slow
