@@ -63,9 +63,9 @@ class Bundle:
         if self.contract.digest != self.facts["contract_digest"]:
             raise Refused("{}: is not the contract that {} names".format(CONTRACT, FACTS))
         for name, allowed in _KINDS.items():
-            kind = fields.kind(self.facts[name])
-            if kind != allowed:
-                raise ValueError("{}: got {}, allowed: {}".format(name, kind, allowed))
+            found = fields.kind(self.facts[name])
+            if found != allowed:
+                raise ValueError("{}: got {}, allowed: {}".format(name, found, allowed))
         if not all(type(x) is int for x in self.facts["end_ids"]):
             raise ValueError("end_ids: got {}, allowed: token ids".format(fields.short(self.facts["end_ids"])))
         for name, size in self.facts["sizes"].items():
