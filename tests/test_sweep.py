@@ -24,9 +24,9 @@ def block(**change):
     return lambda config: config["sweep"]["blocks"][0].update(change)
 
 
-def test_the_default_sweep_has_sixteen_rows():
+def test_the_default_sweep_has_fourteen_rows():
     found = sweep.rows(config.load(BASE, {}), BASE)
-    assert len(found) == 16
+    assert len(found) == 14
     assert {row.quant for row in found if row.strategy == "hf_export"} == {"fp16"}
 
 
