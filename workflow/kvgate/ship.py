@@ -40,8 +40,8 @@ def row_name(row: Mapping[str, str]) -> str:
 
 
 def best_row(verdicts: Iterable[Verdict]) -> Verdict | None:
-    """The row to ship: pass before warn before one that behaves, then the shortest measured step, the fewest MiB of
-    artifact, the fewest predicted cycles, the least predicted traffic.
+    """The row to ship: pass before warn before one that behaves, then the shortest measured step, the fewest operators
+    left to the CPU, the fewest MiB of artifact, the fewest predicted cycles, the least predicted traffic.
 
     Times of different clock states are not compared: where there are several, no time counts.
     """
@@ -53,7 +53,8 @@ def best_row(verdicts: Iterable[Verdict]) -> Verdict | None:
         f, none = v["figures"], float("inf")
         time = f.get("total_ms") if comparable else None
         size = round(f["artifact_bytes"] / 2**20) if f.get("artifact_bytes") else none
-        cost = (size, f.get("cycles") or none, f.get("traffic_bytes") or none)
+        left = sum((f.get("cpu_operators") or {}).values())
+        cost = (left, size, f.get("cycles") or none, f.get("traffic_bytes") or none)
         return behaviour.SHIPS.index(behaviour.ships(v)), time or none, *cost
 
     return min(shipping, key=rank, default=None)
