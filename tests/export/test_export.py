@@ -13,7 +13,7 @@ import safetensors.numpy
 from graphs import Graph, Model
 from kvgate import contract as c
 from kvgate import record
-from kvgate.export import decoder, proto
+from kvgate.export import decoder, proto, residual
 from kvgate.export.spec import Spec
 from kvgate.observe import observe
 from kvgate.record import Blocked
@@ -229,3 +229,10 @@ def test_logits_stand_around_zero_in_the_graph_and_the_host_adds_what_was_taken(
         seen.append(outputs["logits"].max())
         np.testing.assert_allclose(host.take(outputs).logits, trace.logits[position], rtol=1e-4, atol=1e-3)
     assert abs(np.mean(seen)) < np.mean(np.max(trace.logits, axis=1)) / 2
+
+
+def test_compensation_of_a_graph_without_a_stream_is_blocked(tmp_path, monkeypatch):
+    """A model that norms after each sum has no chain of sums; the row would not be what its name says."""
+    monkeypatch.setattr(residual, "sums", lambda graph: [])
+    with pytest.raises(Blocked, match="compensate: got no residual stream of at least two sums"):
+        Model.of(tmp_path, "llama").export("cpu_managed", steps=["compensate"])

@@ -97,6 +97,12 @@ def sums(graph: onnx.GraphProto) -> list[Sum]:
     return longest if len(longest) > 1 else []
 
 
+def _made(nodes: list[onnx.NodeProto], kind: str, a: str, b: str, name: str) -> str:
+    """Append an operator; its output has its name."""
+    nodes.append(onnx.helper.make_node(kind, [a, b], [name], name=name))
+    return name
+
+
 def compensate(model: onnx.ModelProto) -> int:
     """Carry beside the stream x what its sums lose, in place; returns the number of the stream's sums, 0: none found.
 
@@ -110,21 +116,15 @@ def compensate(model: onnx.ModelProto) -> int:
     x, t = (found[0].stream, "") if found else ("", "")
     for one, following in zip_longest(found, found[1:]):
         node, total = graph.node[one.index], graph.node[one.index].output[0]
-        added: list[onnx.NodeProto] = []
-
-        def make(kind: str, a: str, b: str, into: list[onnx.NodeProto], name: str) -> str:
-            into.append(onnx.helper.make_node(kind, [a, b], [name], name=name))
-            return name
-
-        u = make("Add", one.added, t, added, f"{node.name}.kept") if t else one.added
+        added = placed[one.index] = []
+        u = _made(added, "Add", one.added, t, f"{node.name}.kept") if t else one.added
         if following:
-            s = make("Add", x, u, added, f"{node.name}.rounded")
-            gain = make("Sub", s, x, added, f"{node.name}.gain")
-            t = make("Sub", u, gain, added, f"{node.name}.lost")
+            s = _made(added, "Add", x, u, f"{node.name}.rounded")
+            gain = _made(added, "Sub", s, x, f"{node.name}.gain")
+            t = _made(added, "Sub", u, gain, f"{node.name}.lost")
             x, u = s, t
         if not following or following.stream != total or read[total] > 1:
-            make("Add", x, u, added, total)
-        placed[one.index] = added
+            _made(added, "Add", x, u, total)
     nodes = [n for i, node in enumerate(graph.node) for n in placed.get(i, [node])]
     del graph.node[:]
     graph.node.extend(nodes)

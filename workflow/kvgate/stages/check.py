@@ -62,9 +62,10 @@ def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]
     """The worst K/V delta and centred logits error of an ideal float16 run, over the programs' forced histories; the
     isolated ones where a program has no other."""
     graph = job.inputs["export"].with_name("model.onnx")
-    ideally = ideal.written(graph, job.folder / "ideal")
-    engine = Engine(ideally, contract)
-    shutil.rmtree(ideally.parent)
+    try:
+        engine = Engine(ideal.written(graph, job.folder / "ideal"), contract)
+    finally:
+        shutil.rmtree(job.folder / "ideal")
     found: dict[str, list[float | None]] = {"kv_l2": [], "logits_l2": []}
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))

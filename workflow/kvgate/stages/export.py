@@ -52,6 +52,9 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise blocked("exporter", text) from why
+    if prepared["compensated"] and not graph.sums:  # else the weights' name would promise what is not there
+        text = "preparation compensate: got no residual stream of at least two sums in the graph"
+        raise blocked("preparation", text)
     contract = replace(contract, host_sha256=host_digest, shift=graph.shift)
     record.link(source / "weights.bin", job.folder / "weights.bin")
     record.write_bytes(job.folder / "model.onnx", graph.model.SerializeToString(deterministic=True))
