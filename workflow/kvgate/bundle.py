@@ -211,19 +211,25 @@ def half(path: Path) -> bytes:
 def _tokenizer(row: Row, made: Made) -> dict[str, Any]:
     """The tokenizer as the reference uses it: tokenizer.json and the template as text, None where there is none."""
     if row.tokenizer not in made.tokenizers:
-        made.tokenizers[row.tokenizer] = tokenizer(row.checkpoint)
+        try:
+            made.tokenizers[row.tokenizer] = tokenizer(row.checkpoint)
+        except ValueError as error:
+            raise Refused(str(error)) from None
     return made.tokenizers[row.tokenizer]
 
 
 def tokenizer(checkpoint: Path) -> dict[str, Any]:
-    """Loaded as the reference loads it: transformers may make another tokenizer of the same files."""
+    """Loaded as the reference loads it: transformers may make another tokenizer of the same files.
+
+    Raises ValueError where there is no one chat template.
+    """
     from kvgate import reference
 
     loaded = reference.load_tokenizer(checkpoint)
     backend = getattr(loaded, "backend_tokenizer", None)
     return {
         TOKENIZER: backend.to_str() if backend is not None else None,
-        _TEMPLATE: loaded.get_chat_template() if loaded.chat_template else None,
+        _TEMPLATE: reference.template(loaded),
         "special": dict(loaded.special_tokens_map),
     }
 
