@@ -123,6 +123,28 @@ def test_a_text_that_a_program_verifies_is_refused_by_its_tokens() -> None:
         calibration.refuse_verified(texts, {}, {"p": verified["p"][:5]}, 16)
 
 
+def test_a_text_that_a_program_verifies_but_for_a_word_is_refused() -> None:
+    """Wherever the word stands, changed, added or taken away; half of a text is too much, a quotation is not."""
+    verified = {"p": np.random.default_rng(9).integers(0, 50, 128)}
+    base = verified["p"]
+    changed = np.where(np.arange(128) == 5, 51, base)
+    edits = {
+        "changed": changed,
+        "added": np.insert(base, 0, [51, 52]),
+        "taken": np.delete(base, 60),
+        "half": np.concatenate([ids(1, 60)["t0"] + 60, base[:68]]),
+    }
+    for edited in edits.values():
+        line = r"calibration text t: shares \d+ % of its runs of 8 tokens with program p, allowed: another text"
+        with pytest.raises(record.Blocked, match=line):
+            calibration.refuse_verified({"t": edited}, {}, verified, 128)
+    quoting = np.concatenate([ids(1, 100)["t0"] + 60, base[:28]])
+    calibration.refuse_verified({"t": quoting}, {}, verified, 128)
+    calibration.refuse_verified({"t": edits["half"]}, {}, verified, 64)  # within the capacity it is another one
+    with pytest.raises(record.Blocked, match="shares 100 %"):
+        calibration.refuse_verified({"t": edits["added"]}, {"t": 32}, verified, 128)  # what it was drawn after
+
+
 def test_digest_is_of_content() -> None:
     samples = [Sample("a", 0), Sample("b", 5)]
     digest = calibration.digest(samples, {"a": "1", "b": "2"})
