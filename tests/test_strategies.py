@@ -1,6 +1,7 @@
 """Every strategy, layout, rank and packing as a real graph in ONNX Runtime against the reference; the wrong ways."""
 
 import itertools
+import json
 
 import families
 import graphs

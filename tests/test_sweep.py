@@ -382,8 +382,8 @@ BAD = {
     ),
     "a capacity across what a rotary embedding changes at": (
         set_at("models/tiny/source/config/rope_scaling", LONGROPE | {"original_max_position_embeddings": 31}),
-        "sweep.blocks[0]: strategy tiny_cpu_managed has capacity 32, model tiny takes at most 31 tokens (in longer texts "
-        "its rotary embedding is another one)",
+        "sweep.blocks[0]: strategy tiny_cpu_managed has capacity 32, model tiny takes at most 31 tokens (in longer "
+        "texts its rotary embedding is another one)",
     ),
     "a text across what a rotary embedding changes at": (
         lambda c: (
