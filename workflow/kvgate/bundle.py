@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgate import agent_zip, bundle_text, digest, record, ship
-from kvgate.board import environment
+from kvgate.board import environment, today
 from kvgate.bundle_row import TABLES, TOKENIZER, Refused, Row, Source
 from kvgate.columns import ROW
 
@@ -150,7 +150,8 @@ def _fill(part: Path, row: Row, made: Made) -> None:
     texts |= {f"{x}.py": bundle_text.entry(x) for x in _PROGRAMS}
     texts["requirements.txt"] = bundle_text.requirements(facts)
     licence = str(record.read(row.path("fetch")).get("licence", "unknown"))
-    texts["README.md"] = bundle_text.readme(row.verdict, facts, row.contract.cache.capacity, licence)
+    day = today.TODAY if today.asked(tokenizer[_TEMPLATE] or "") else None
+    texts["README.md"] = bundle_text.readme(row.verdict, facts, row.contract.cache.capacity, licence, day)
     files = {name: text.encode() for name, text in texts.items()}
     files |= _code(row.contract.strategy)
     if _LICENSE.is_file():
