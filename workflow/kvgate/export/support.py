@@ -5,11 +5,10 @@ from typing import Any
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # transformers' names of layer types
 _LAYERS = ("layer_types", "layers_block_type")  # the key, and an older name
-# Model types whose layers keep a state that is not K and V of every token; where the list of layers does not say
-# otherwise, those that choose it a layer.
+# Model types whose layers keep a state that is not K and V of every token.
 _HYBRIDS = ("jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid")
 _STATES = ("mamba", "falcon_mamba", "rwkv", "lfm2", "recurrent", "xlstm", *_HYBRIDS)
-_CHOOSING = ("granitemoehybrid",)
+_CHOOSING = ("granitemoehybrid",)  # where the list of layers does not say otherwise
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PARTS = ("vision_config", "audio_config", "vision_tower", "encoder_config", "decoder_config")
 _POSITIONS = ("max_position_embeddings", "n_positions")
