@@ -3,6 +3,7 @@
 Not a test itself. Every test changes one thing in a row that passes.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,19 @@ class Results:
     def contract(self, made: c.Contract) -> None:
         record.write_bytes(self.path("export").with_name("contract.json"), made.to_json().encode())
 
-    def verify(self, program: str, of: Trace, seen: dict[str, np.ndarray], histories: tuple[str, ...] = ()) -> dict:
+    def verify(
+        self,
+        program: str,
+        of: Trace,
+        seen: dict[str, np.ndarray],
+        histories: tuple[str, ...] = (),
+        said: Sequence[dict] = (),
+    ) -> dict:
+        """said: the trace's own findings."""
         self.programs[program] = {"histories": list(histories)}
         path = self.path("trace", program=program)
         path.parent.mkdir(parents=True, exist_ok=True)
-        record.write(path, {"status": "ok", "end_ids": list(of.end_ids)})
+        record.write(path, {"status": "ok", "end_ids": list(of.end_ids), "findings": list(said)})
         of.save(str(path.with_name("trace.npz")))
         observed = self.path("build").parent / "observations" / f"{program}.npz"
         observed.parent.mkdir(exist_ok=True)

@@ -116,11 +116,34 @@ def test_a_text_that_a_program_verifies_is_refused_by_its_tokens() -> None:
     line = "calibration text t1: got the first 16 tokens of program p, allowed: another text"
     with pytest.raises(record.Blocked, match=line):
         calibration.refuse_verified(texts, {}, verified, 16)
-    calibration.refuse_verified(texts, {}, verified, 17)  # the seventeenth differs
+    with pytest.raises(record.Blocked, match="shares 90 % of its runs of 8 tokens with program p"):
+        calibration.refuse_verified(texts, {}, verified, 17)  # though the seventeenth differs
     with pytest.raises(record.Blocked, match="got the first 10 tokens of program p"):
         calibration.refuse_verified(texts, {"t1": 10}, verified, 17)  # but what it was drawn after does not
     with pytest.raises(record.Blocked, match="got the first 5 tokens of program p"):
         calibration.refuse_verified(texts, {}, {"p": verified["p"][:5]}, 16)
+
+
+def test_a_text_that_a_program_verifies_but_for_a_word_is_refused() -> None:
+    """Wherever the word stands, changed, added or taken away; half of a text is too much, a quotation is not."""
+    verified = {"p": np.random.default_rng(9).integers(0, 50, 128)}
+    base = verified["p"]
+    changed = np.where(np.arange(128) == 5, 51, base)
+    edits = {
+        "changed": changed,
+        "added": np.insert(base, 0, [51, 52]),
+        "taken": np.delete(base, 60),
+        "half": np.concatenate([ids(1, 60)["t0"] + 60, base[:68]]),
+    }
+    for edited in edits.values():
+        line = r"calibration text t: shares \d+ % of its runs of 8 tokens with program p, allowed: another text"
+        with pytest.raises(record.Blocked, match=line):
+            calibration.refuse_verified({"t": edited}, {}, verified, 128)
+    quoting = np.concatenate([ids(1, 100)["t0"] + 60, base[:28]])
+    calibration.refuse_verified({"t": quoting}, {}, verified, 128)
+    calibration.refuse_verified({"t": edits["half"]}, {}, verified, 64)  # within the capacity it is another one
+    with pytest.raises(record.Blocked, match="shares 92 %"):
+        calibration.refuse_verified({"t": edits["added"]}, {"t": 32}, verified, 128)  # what it was drawn after
 
 
 def test_digest_is_of_content() -> None:

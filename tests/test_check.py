@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import families
 import graphs
 import numpy as np
 import pytest
@@ -64,8 +65,25 @@ def test_a_wrong_token_is_found(llama):
     assert {x["gate"] for x in why.value.findings if "gate" in x} >= {"logits_l2", "top1"}
 
 
+CHAT = {"text": {"kind": "chat", "histories": ["forced", "free"]}}
+
+
 def test_a_prompt_longer_than_the_cache_is_refused(llama):
-    trace = replace(llama[2], prompt=8)
-    programs = {"text": {"kind": "chat", "histories": ["free"]}}
-    with pytest.raises(record.Blocked, match="program text: got a prompt of 8 tokens, the strategy holds 8"):
-        check.run(job(llama, trace, programs))
+    trace = families.generation(llama[0].checkpoint, llama[0].text(9).tokens.tolist(), 3)
+    with pytest.raises(record.Blocked, match="program text: got a prompt of 9 tokens, the strategy holds 8"):
+        check.run(job(llama, trace, CHAT))
+
+
+def test_a_prompt_that_fills_the_cache_has_one_token(llama):
+    """As a bundle answers it: the last slot's logits."""
+    trace = families.generation(llama[0].checkpoint, llama[0].text(8).tokens.tolist(), 3)
+    made = job(llama, trace, CHAT)
+    facts = check.run(made)["programs"]["text"]
+    assert (facts["steps"], facts["top1"]) == (8, 8)
+    seen = dict(np.load(made.folder / "observations/text.npz"))
+    assert seen["free/tokens"].tolist() == [trace.tokens[8]] and seen["free/diverged"] == -1
+    assert trace.logits is not None
+    logits = trace.logits.copy()
+    tokens = np.where(np.arange(11) == 8, (trace.tokens + 1) % 97, trace.tokens)
+    with pytest.raises(record.Blocked, match="the graph differs from the model"):
+        check.run(job(llama, replace(trace, tokens=tokens, logits=logits), CHAT))

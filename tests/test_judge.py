@@ -1,6 +1,7 @@
 """judge: each gate holding and breaking, the reason, and the first place."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -386,3 +387,21 @@ def test_what_remedies_name_is_shipped():
 def test_a_verdict_of_nothing_raises():
     with pytest.raises(ValueError, match="empty"):
         gates.worst([])
+
+
+def test_a_window_that_sees_less_than_the_cache_keeps_is_a_finding(tmp_path):
+    results = synthetic.Results(tmp_path)
+    made = synthetic.contract(windows=(None, 7))
+    results.contract(replace(made, layers=(made.layers[0], *(replace(x, mask=1) for x in made.layers[1:]))))
+    results.verify("capital", OF, synthetic.observation(OF))
+    verdict = results.judge()
+    assert verdict["verdict"] == "pass"
+    assert [x["text"] for x in verdict["findings"]] == ["layers 1, 2 see the last 7 of 24 slots, and keep all"]
+    assert judged(tmp_path / "other")["findings"] == []
+
+
+def test_what_the_reference_says_of_itself_is_among_the_findings(tmp_path):
+    said = record.finding("turn_end", "the chat template ends a turn with '<|turn|>', which no list of end ids has")
+    results = synthetic.Results(tmp_path)
+    results.verify("capital", OF, synthetic.observation(OF), said=[said])
+    assert results.judge()["findings"] == [said | {"program": "capital"}]

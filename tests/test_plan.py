@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kvgate import plan
+from kvgate.config import ConfigError
 
 BASE = Path(__file__).parents[1]
 TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
@@ -70,3 +71,13 @@ def test_an_edge_that_follows_from_others_is_none(tiny):
         above[node.record] = set(node.reads).union(*(above[path] for path in node.reads))
         assert {x.record for x in node.inputs.values()} <= above[node.record], node.stage
     assert {len(node.reads) for node in tiny.of_stage("judge")} == {1}
+
+
+@pytest.mark.parametrize("column", ROW)
+def test_a_target_that_the_config_has_not_is_one_line(tiny, column):
+    row = ROW | {"backend": "simulator", column: "nope"}
+    with pytest.raises(ConfigError, match=rf"^target: {column}: got 'nope', known: [^\n]*$"):
+        tiny.node("judge", row)
+    for stage, names in (("trace", {"model": "tiny", "program": "nope"}), ("tabulate", {"sweep": "nope"})):
+        with pytest.raises(ConfigError, match=r"^target: (program|sweep): got 'nope', known: "):
+            tiny.node(stage, names)

@@ -122,6 +122,11 @@ def test_context_limit():
     assert reference.context_limit(AutoConfig.for_model("llama", max_position_embeddings=64)) == 64
     assert reference.context_limit(AutoConfig.for_model("gpt2", n_positions=32)) == 32
     assert reference.context_limit(AutoConfig.for_model("bloom")) is None
+    rope = {"rope_type": "longrope", "long_factor": [4.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 1e4}
+    longrope = {"max_position_embeddings": 64, "original_max_position_embeddings": 32, "rope_parameters": rope}
+    assert reference.context_limit(AutoConfig.for_model("phi3", **longrope)) == 32
+    dynamic = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}
+    assert reference.context_limit(AutoConfig.for_model("llama", **dynamic)) == 64
 
 
 def test_end_ids_of_the_generation_config_and_the_tokenizer(folder, model):

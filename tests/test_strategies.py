@@ -1,6 +1,7 @@
 """Every strategy, layout, rank and packing as a real graph in ONNX Runtime against the reference; the wrong ways."""
 
 import itertools
+import json
 
 import families
 import graphs
@@ -262,6 +263,25 @@ def test_files_are_what_the_record_says(graph):
     made = onnx.load(str(graph.folder / "model.onnx"), load_external_data=False)
     places = {x.value for t in made.graph.initializer for x in t.external_data if x.key == "location"}
     assert places == {"weights.bin"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda raw: raw["cache"].update(rank=5), r"contract: cache\.rank: got 5, known: 3, 4"),
+        (
+            lambda raw: raw["cache"].update(layout="columns"),
+            "contract: cache.layout: got 'columns', known: rows, channels",
+        ),
+        (lambda raw: raw["inputs"][-1]["shape"].append(1), r"contract: value\.1: got shape \[.*\], allowed: rank 4"),
+        (lambda raw: raw["outputs"][-1]["shape"].pop(), r"contract: value\.1\S*: got shape \[.*\], allowed: rank 4"),
+    ],
+)
+def test_a_contract_that_is_none_is_one_line(llama, change, said):
+    raw = json.loads(llama.export("cpu_managed", capacity=CAPACITY).contract.to_json())
+    change(raw)
+    with pytest.raises(ValueError, match=said):
+        c.Contract.from_json(json.dumps(raw))
 
 
 def test_one_weight_file_serves_every_strategy(llama):

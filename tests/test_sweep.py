@@ -2,6 +2,7 @@
 
 import copy
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ def set_at(path: str, value):
     return edit
 
 
+def folder(name: str):
+    return set_at("models/tiny/source", {"kind": "folder", "path": f"{{tmp}}/{name}"})
+
+
+LONGROPE = {"rope_type": "longrope", "long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+CONFIGS = {"list": "[]", "broken": "{", "llama": json.dumps({"model_type": "llama", "max_position_embeddings": 16})}
 BAD = {
     "unknown strategy": (block(strategies=["nope"]), "sweep.blocks[0].strategies[0]: got 'nope', known: cpu_managed,"),
     "unknown quant": (block(quants=["w9"]), "sweep.blocks[0].quants[0]: got 'w9', known: fp16, fp32,"),
@@ -339,6 +346,61 @@ BAD = {
         lambda c: (c["sweep"].update(programs=["tiny_chat"]), c["programs"]["tiny_chat"].update(tokens=99)),
         "sweep.blocks[0]: strategy tiny_cpu_managed has capacity 32, which no text of the sweep fills: got at most 0 ",
     ),
+    "a name that is a number": (
+        lambda c: c["models"].update({1: c["models"]["tiny"]}),
+        "models: got the name 1, allowed: a text, in quotes",
+    ),
+    "a name that is a date": (
+        set_at("sweep/name", date(2024, 1, 1)),
+        "sweep.name: got the date 2024-01-01, allowed: a text, in quotes",
+    ),
+    "a date where anything may stand": (
+        lambda c: c.update(quants={"fp16": {"mask": -1, "config": {"optimization_level": date(2024, 1, 1)}}}),
+        "quants.fp16.config.optimization_level: got the date 2024-01-01, allowed: ",
+    ),
+    "not a number": (
+        set_at("thresholds", {"kv_l2": {"pass": float("nan")}}),
+        "thresholds.kv_l2.pass: got nan, allowed: a finite number",
+    ),
+    "an endless list": (
+        set_at("sweep/blocks/0/quants", ["fp16", float("inf")]),
+        "sweep.blocks[0].quants[1]: got inf, allowed: a finite number",
+    ),
+    "a number that is a text": (
+        set_at("models/tiny/source/config/num_experts", "8"),
+        "sweep.blocks[0]: model tiny: config.json: num_experts: got '8', allowed: a number",
+    ),
+    "a number that is a list": (
+        set_at("models/tiny/source/config/max_position_embeddings", [64]),
+        "sweep.blocks[0]: model tiny: config.json: max_position_embeddings: got [64], allowed: a number",
+    ),
+    "a config.json that is a list": (folder("list"), "{tmp}/list/config.json: got list, allowed: keys and values"),
+    "a config.json that is none": (folder("broken"), "{tmp}/broken/config.json: is no JSON: Expecting "),
+    "a context beyond the model's own": (
+        lambda c: (folder("llama")(c), c["models"]["tiny"].update(context=8192)),
+        "sweep.blocks[0]: strategy tiny_cpu_managed has capacity 32, model tiny takes at most 16 tokens",
+    ),
+    "a capacity across what a rotary embedding changes at": (
+        set_at("models/tiny/source/config/rope_scaling", LONGROPE | {"original_max_position_embeddings": 31}),
+        "sweep.blocks[0]: strategy tiny_cpu_managed has capacity 32, model tiny takes at most 31 tokens (in longer "
+        "texts its rotary embedding is another one)",
+    ),
+    "a text across what a rotary embedding changes at": (
+        lambda c: (
+            set_at("models/tiny/source/config/original_max_position_embeddings", 32)(c),
+            set_at("models/tiny/source/config/rope_parameters", {"full_attention": LONGROPE})(c),
+            c["programs"]["tiny_fill"].update(tokens=33, text="{tmp}/longer.txt"),
+        ),
+        "sweep.blocks[0]: program tiny_fill has 33 tokens, model tiny takes at most 32 tokens",
+    ),
+    "layers that keep a state": (
+        set_at("models/tiny/source/config/layer_types", ["full_attention", "linear_attention"]),
+        "sweep.blocks[0]: model tiny: model type 'llama': layers with a recurrent state",
+    ),
+    "a calibration text that is verified but for a word": (
+        lambda c: c["programs"]["tiny_calibration_b"].update(text="{tmp}/edited.txt"),
+        "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
+    ),
     "not a list": (set_at("sweep/programs", "tiny_chat"), 'sweep.programs: got "tiny_chat", allowed: array'),
 }
 
@@ -350,15 +412,20 @@ def test_bad_input_is_one_line(name, tmp_path):
     (tmp_path / "again.txt").write_text(fill.replace(" ", "\n") + "\n")
     (tmp_path / "longer.txt").write_text(fill + " And more of it.")
     (tmp_path / "start.txt").write_text(fill[:20])
+    (tmp_path / "edited.txt").write_text("Or " + fill)
+    for name, text in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
 
     def placed(c):
         edit(c)
-        for program in c["programs"].values():
-            program["text"] = program["text"].replace("{tmp}", str(tmp_path))
+        for entry in (*c["programs"].values(), *(x["source"] for x in c["models"].values())):
+            for key in entry.keys() & {"text", "path"}:
+                entry[key] = entry[key].replace("{tmp}", str(tmp_path))
 
     with pytest.raises(config.ConfigError) as error:
         rows(placed)
-    assert str(error.value).startswith(expected)
+    assert str(error.value).startswith(expected.replace("{tmp}", str(tmp_path)))
     assert "\n" not in str(error.value)
 
 
@@ -370,6 +437,11 @@ def test_what_just_fits():
     assert len(rows(edit)) == 4
     with pytest.raises(config.ConfigError, match="allowed: at most 48 positions"):
         rows(lambda c: (edit(c), set_at("calibration/samples", 49)(c)))
+
+
+def test_up_to_where_a_rotary_embedding_changes():
+    longrope = LONGROPE | {"original_max_position_embeddings": 32}
+    assert len(rows(set_at("models/tiny/source/config/rope_scaling", longrope))) == 4
 
 
 def test_a_text_may_begin_with_a_prompt_s_word(tmp_path):

@@ -8,6 +8,7 @@ from kvgate import record, reference
 from kvgate.observe import Trace
 from kvgate.stages import trace
 from tiny import fetched, random_source, trace_job, traced
+from tokenizers import AddedToken
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,70 @@ def test_raw_tokens_without_a_template(tokenizer):
     bare = trace.prompt_ids(_without_template(tokenizer), "Hi")
     assert tokenizer.decode(bare) == "Hi"
     assert trace.prompt_ids(tokenizer, "Hi") != bare
+
+
+def with_template(results, folder, template, tokens=()):
+    """A copy of the results whose tokenizer has another template."""
+    shutil.copytree(results, folder)
+    other = reference.load_tokenizer(folder / "models/tiny/checkpoint")
+    other.add_tokens([AddedToken(x, special=True) for x in tokens])
+    other.chat_template = template
+    other.save_pretrained(folder / "models/tiny/checkpoint")
+    return folder
+
+
+TURN = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|turn|>\n{% endfor %}"
+BAD_TEMPLATES = {
+    "{{ raise_exception('no chats\ntoday') }}": "chat template: TemplateError: no chats",
+    "{% for m in messages %}": "chat template: TemplateSyntaxError: Unexpected end of template.",
+    "{{ messages[7].content }}": "chat template: UndefinedError: list object has no element 7",
+    "{{ 1 / 0 }}": "chat template: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("template", BAD_TEMPLATES)
+def test_a_template_that_cannot_be_used_blocks_its_chats(results, tmp_path, template):
+    other = with_template(results, tmp_path / "results", template)
+    assert blocked(other, "Hi", tmp_path, **CHAT).startswith(BAD_TEMPLATES[template])
+    traced(other, "A plain text of some length.", tmp_path, kind="text", tokens=16)
+
+
+def test_templates_with_names_alone_block_and_a_default_is_taken(tokenizer):
+    named = copy.deepcopy(tokenizer)
+    named.chat_template = {"tool_use": TURN, "rag": TURN}
+    with pytest.raises(record.Blocked, match=r"chat template: got only named ones \(rag, tool_use\), allowed: one, or"):
+        trace.prompt_ids(named, "Hi")
+    named.chat_template |= {"default": tokenizer.chat_template}
+    assert trace.prompt_ids(named, "Hi") == trace.prompt_ids(tokenizer, "Hi")
+
+
+def test_a_template_s_day_is_always_the_same_and_the_record_says_which(results, tokenizer, tmp_path):
+    """Real days would give other tokens under equal keys."""
+    dated = "{{ strftime_now('%d %B %Y') }}: {{ messages[0].content }}"
+    body, _ = traced(with_template(results, tmp_path / "results", dated), "Hi", tmp_path, **CHAT)
+    assert tokenizer.decode(body["tokens"][: body["prompt"]]) == "26 July 2024: Hi"
+    assert body["tokenizer"]["today"] == "2024-07-26"
+    assert traced(results, "Hi", tmp_path, **CHAT)[0]["tokenizer"]["today"] is None
+
+
+def test_what_generate_would_do_otherwise_is_a_finding(results, tmp_path):
+    other = with_template(results, tmp_path / "results", TURN, ["<|turn|>"])
+    path = other / "models/tiny/checkpoint/generation_config.json"
+    settings = {"repetition_penalty": 1.1, "suppress_tokens": [3, 4], "min_new_tokens": 0, "num_beams": 1}
+    record.write(path, record.read(path) | settings | {"do_sample": True, "temperature": 0.6})
+    findings = traced(other, "Hi", tmp_path, **CHAT)[0]["findings"]
+    assert [x["kind"] for x in findings] == ["generation", "turn_end"]
+    assert findings[0]["text"] == (
+        "generation_config.json: repetition_penalty 1.1, suppress_tokens [3, 4]: not used, the trace and the bundle "
+        "take the best token each step"
+    )
+    assert findings[1]["text"].startswith("the chat template ends a turn with '<|turn|>', which no list of end ids has")
+    assert traced(other, "A plain text of some length.", tmp_path, kind="text", tokens=16)[0]["findings"] == []
+    record.write(
+        path, record.read(path) | {"repetition_penalty": 1.0, "suppress_tokens": [], "eos_token_id": [257, 259]}
+    )
+    assert traced(other, "Hi", tmp_path, **CHAT)[0]["findings"] == []
+    assert traced(results, "Hi", tmp_path, **CHAT)[0]["findings"] == []
 
 
 def _without_template(tokenizer):

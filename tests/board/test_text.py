@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvgate import reference
 from kvgate.board.control import steers
 from kvgate.board.text import Text, Unavailable
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -256,3 +257,11 @@ def test_a_damaged_template_is_one_line(bundle, tmp_path):
         (tmp_path / "chat_template.jinja").write_bytes(data)
         with pytest.raises(Unavailable, match=r"chat_template.jinja.*token ids work"):
             Text(tmp_path, {})
+
+
+def test_the_day_is_the_reference_s(tmp_path):
+    """A template that asks for it, here and there."""
+    pair = loaded("bytes", "{{ strftime_now('%A %d %b %Y') }} " + CHATML, tmp_path / "t")
+    wanted = reference.chat(pair[1], chat("the"), add_generation_prompt=True)
+    assert pair[0].chat(chat("the")) == wanted
+    assert pair[0].decode(wanted).startswith("Friday 26 Jul 2024 ")

@@ -236,3 +236,21 @@ def test_compensation_of_a_graph_without_a_stream_is_blocked(tmp_path, monkeypat
     monkeypatch.setattr(residual, "sums", lambda graph: [])
     with pytest.raises(Blocked, match="compensate: got no residual stream of at least two sums"):
         Model.of(tmp_path, "llama").export("cpu_managed", steps=["compensate"])
+
+
+def test_angles_that_depend_on_the_length_are_refused_where_the_capacity_crosses_it(tmp_path):
+    """longrope (phi3): up to the original length one table is right, beyond none is. Else shorter texts were wrong."""
+    size = 16 // 2
+    longrope = {"rope_type": "longrope", "long_factor": [8.0] * size, "short_factor": [1.0] * size, "rope_theta": 1e4}
+    model = Model.of(tmp_path, "phi3")
+    path = model.checkpoint / "config.json"
+    record.write(path, record.read(path) | {"rope_parameters": longrope, "original_max_position_embeddings": 8})
+    with pytest.raises(Blocked, match="rotary_emb: got other angles in a text of 9 tokens than in one of 2, "):
+        model.export("cpu_managed", capacity=9)
+    graph = model.export("cpu_managed", capacity=8)
+    for length in (3, 8):
+        trace = model.text(length)
+        found = observe(graph.engine, graph.host(), trace, ["forced"])
+        assert max(graphs.worst(found, trace, "forced")) < 1e-5
+    wrong, own = (families.trace(model.checkpoint, model.text(9).tokens[:n]).keys[1] for n in (9, 8))
+    assert graphs.relative(wrong[:8], own) > 0.1  # what the guard is for

@@ -143,6 +143,38 @@ def test_what_works_is_not_refused(family):
     assert support.refusal(families.config(family).to_dict()) is None
 
 
+ALL_ATTENTION = {"layer_types": ["attention"] * 2, "mamba_d_state": 256, "num_local_experts": 0}
+
+
+def test_a_hybrid_family_without_such_layers_is_not_refused():
+    kind = {"model_type": "granitemoehybrid"}
+    assert support.refusal(kind | ALL_ATTENTION) is None
+    for layers in (None, ["attention", "mamba"]):
+        assert "a recurrent state" in str(support.refusal(kind | ALL_ATTENTION | {"layer_types": layers}))
+    assert "mixture of experts" in str(support.refusal(kind | ALL_ATTENTION | {"num_local_experts": 8}))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_reference_refuses_is_refused_by_the_config_alone():
+    """Every decoder that transformers knows, with its own defaults: no user waits for a checkpoint to be told."""
+    from kvgate import reference
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    refused, late = 0, []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[kind]()
+        except Exception:  # no defaults that hold
+            continue
+        try:
+            reference.refuse_other_caches(config)
+        except Exception:
+            refused += 1
+            late += [kind] if support.refusal(config.to_dict()) is None else []
+    assert refused > 20 and late == []
+
+
 def test_planning_needs_no_torch():
     """`refusal` is called while the workflow is parsed."""
     import subprocess

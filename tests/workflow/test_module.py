@@ -22,6 +22,12 @@ rule mine:
 """
 
 
+def test_a_target_that_there_is_not_is_one_line(checkout, tmp_path):
+    done = checkout(tmp_path / "kvgate").snakemake("-n", "results/models/gpt9/checkpoint/manifest.json")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("kvgate: target: model: got 'gpt9', known: ")
+
+
 def test_another_workflow_uses_ours(checkout, tmp_path):
     repository = checkout(tmp_path / "kvgate")
     other = tmp_path / "other"

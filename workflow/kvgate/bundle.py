@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvgate import agent_zip, bundle_text, digest, record, ship
-from kvgate.board import environment
+from kvgate.board import environment, today
 from kvgate.bundle_row import TABLES, TOKENIZER, Refused, Row, Source
 from kvgate.columns import ROW
 
@@ -150,7 +150,8 @@ def _fill(part: Path, row: Row, made: Made) -> None:
     texts |= {f"{x}.py": bundle_text.entry(x) for x in _PROGRAMS}
     texts["requirements.txt"] = bundle_text.requirements(facts)
     licence = str(record.read(row.path("fetch")).get("licence", "unknown"))
-    texts["README.md"] = bundle_text.readme(row.verdict, facts, row.contract.cache.capacity, licence)
+    day = today.TODAY if today.asked(tokenizer[_TEMPLATE] or "") else None
+    texts["README.md"] = bundle_text.readme(row.verdict, facts, row.contract.cache.capacity, licence, day)
     files = {name: text.encode() for name, text in texts.items()}
     files |= _code(row.contract.strategy)
     if _LICENSE.is_file():
@@ -211,19 +212,25 @@ def half(path: Path) -> bytes:
 def _tokenizer(row: Row, made: Made) -> dict[str, Any]:
     """The tokenizer as the reference uses it: tokenizer.json and the template as text, None where there is none."""
     if row.tokenizer not in made.tokenizers:
-        made.tokenizers[row.tokenizer] = tokenizer(row.checkpoint)
+        try:
+            made.tokenizers[row.tokenizer] = tokenizer(row.checkpoint)
+        except ValueError as error:
+            raise Refused(str(error)) from None
     return made.tokenizers[row.tokenizer]
 
 
 def tokenizer(checkpoint: Path) -> dict[str, Any]:
-    """Loaded as the reference loads it: transformers may make another tokenizer of the same files."""
+    """Loaded as the reference loads it: transformers may make another tokenizer of the same files.
+
+    Raises ValueError where there is no one chat template.
+    """
     from kvgate import reference
 
     loaded = reference.load_tokenizer(checkpoint)
     backend = getattr(loaded, "backend_tokenizer", None)
     return {
         TOKENIZER: backend.to_str() if backend is not None else None,
-        _TEMPLATE: loaded.get_chat_template() if loaded.chat_template else None,
+        _TEMPLATE: reference.template(loaded),
         "special": dict(loaded.special_tokens_map),
     }
 

@@ -1,6 +1,7 @@
 """What a bundle says of itself in words: its README, its requirements, and the programs in its folder."""
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
 from kvgate import behaviour, columns, sweep
@@ -62,8 +63,10 @@ def requirements(facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme(verdict: Mapping[str, Any], facts: Mapping[str, Any], capacity: int, licence: str) -> str:
-    """README.md: the row's numbers, and how to run it."""
+def readme(
+    verdict: Mapping[str, Any], facts: Mapping[str, Any], capacity: int, licence: str, day: date | None = None
+) -> str:
+    """README.md: the row's numbers, and how to run it. day: that the chat template is told, where it asks for one."""
     row, chip = facts["row"], facts["artifact"] == "model.rknn"
     risks = "".join(f"- {text}\n" for text in verdict["risks"])
     seen = f"\nSeen right on a PC and wrong on boards:\n\n{risks}" if risks else ""
@@ -107,12 +110,18 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
 - Tokens are greedy; `--temperature`, `--top-k`, `--top-p`, `--min-p` and `--seed`, or the fields of a request, draw
   them. What a message spells is plain text: only the chat template makes special tokens.
 - A conversation has at most {capacity} tokens, the answer among them. A prompt is read one token a step; what it
-  begins with in common with an earlier one is kept (`--keep`, MiB).
+  begins with in common with an earlier one is kept (`--keep`, MiB).{_day(day)}
 - What cannot be opened, a damaged file or a runtime's own failure, is one line on stderr and exit code 1.
 - `serve.py` answers one request at a time and listens on this machine only. For others: `--host 0.0.0.0` with
   `--api-key-file FILE`; for web pages: `--allow-origin ORIGIN`; for clients with a fixed model name: `--alias NAME`.
 - Weights: licence {licence}. Code below `kvgate/`: Apache-2.0.
 """
+
+
+def _day(day: date | None) -> str:
+    if day is None:
+        return ""
+    return f"\n- The chat template asks for the date. It is told {day:%d %B %Y}, as in the reference, whatever the day."
 
 
 def _standing(verdict: Mapping[str, Any], backend: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvgate import record
+from kvgate import overlap, record
 from kvgate.compiler.dtypes import FLOAT16
 from kvgate.contract import Contract, canonical
 from kvgate.observe import Trace, spread
@@ -38,16 +38,21 @@ def tokens(traces: Mapping[str, Path]) -> tuple[dict[str, Array], dict[str, int]
 def refuse_verified(
     texts: Mapping[str, Array], drawn: Mapping[str, int], verified: Mapping[str, Array], capacity: int
 ) -> None:
-    """Raises Blocked where a text, or what another was drawn after, is a program's as far as both go and fit.
+    """Raises Blocked where a text, or what another was drawn after, is a program's for the most part, or begins as it
+    as far as both go and fit.
 
     texts, verified: token ids [T] by text and by program. A calibration that has seen what is verified flatters it.
     """
     for text, ids in texts.items():
-        given = ids[: drawn.get(text, len(ids))]
+        given = ids[: drawn.get(text, len(ids))][:capacity]
         for program, theirs in verified.items():
-            shared = min(len(given), len(theirs), capacity)
-            if np.array_equal(given[:shared], theirs[:shared]):
-                got = f"got the first {shared} tokens of program {program}"
+            alike = min(len(given), len(theirs))
+            if np.array_equal(given[:alike], theirs[:alike]):
+                got = f"got the first {alike} tokens of program {program}"
+                raise record.Blocked(f"calibration text {text}: {got}, allowed: another text")
+            share = overlap.shared(given.tolist(), theirs[:capacity].tolist())
+            if share >= overlap.MOST:
+                got = f"shares {100 * share:.0f} % of its runs of {overlap.RUN} tokens with program {program}"
                 raise record.Blocked(f"calibration text {text}: {got}, allowed: another text")
 
 

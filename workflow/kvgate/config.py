@@ -4,6 +4,7 @@ Stands before every run, so nothing heavy is imported here.
 """
 
 import json
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
         merged |= read if name == "config" else {name: read}
     for key, value in override.items():
         merged[key] = _over(merged.get(key), value)
+    _check_plain(merged, "")
     _validate(merged)
     return merged
 
@@ -59,6 +61,22 @@ def _over(below: Any, above: Any) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _over(below.get(key), value) for key, value in above.items()}
     return above
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """What YAML makes of an unquoted number, date or `.nan` may be nothing that a key can hold. Raises ConfigError."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{where or 'config'}: got the name {name}, allowed: a text, in quotes")
+            _check_plain(part, f"{where}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for n, part in enumerate(value):
+            _check_plain(part, f"{where}[{n}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where}: got {value}, allowed: a finite number")
+    elif not isinstance(value, str | int | float | None):
+        raise ConfigError(f"{where}: got the {type(value).__name__} {value}, allowed: a text, in quotes")
 
 
 def _validate(config: dict[str, Any]) -> None:

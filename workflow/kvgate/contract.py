@@ -91,16 +91,25 @@ class Contract:
 
     @staticmethod
     def from_json(text: str) -> "Contract":
-        """Raises ValueError on a version this code does not know."""
+        """Raises ValueError on what this code does not know: a version, a layout, a packing, a rank."""
         raw = json.loads(text)
         if raw.get("version") != 1:
             raise ValueError("contract version: got {!r}, known: 1".format(raw.get("version")))
+        for name, known in (("layout", LAYOUTS), ("packing", PACKINGS), ("rank", RANKS)):
+            if raw["cache"][name] not in known:
+                words = ", ".join(str(x) for x in known)
+                raise ValueError("contract: cache.{}: got {!r}, known: {}".format(name, raw["cache"][name], words))
         raw["cache"] = Cache(**raw["cache"])
         raw["layers"] = tuple(Layer(**x) for x in raw["layers"])
         raw["windows"] = tuple(raw["windows"])
         for side in ("inputs", "outputs"):
             raw[side] = tuple(Tensor(**dict(x, shape=tuple(x["shape"]))) for x in raw[side])
-        return Contract(**raw)
+        made = Contract(**raw)
+        for tensor in made.cache_inputs() + made.cache_outputs():
+            if len(tensor.shape) != made.cache.rank:
+                text = "contract: {}: got shape {}, allowed: rank {}"
+                raise ValueError(text.format(tensor.name, list(tensor.shape), made.cache.rank))
+        return made
 
     def cache_inputs(self) -> List[Tensor]:
         return [t for t in self.inputs if t.role in CACHE_ROLES]

@@ -75,9 +75,10 @@ class Plan:
         self._ordered: list[Node] = []
 
     def node(self, stage: str, wildcards: dict[str, str]) -> Node:
-        """The job of a stage for these wildcards. Raises KeyError on a stage that does not exist."""
+        """The job of a stage for these wildcards. Raises ConfigError on names that the config does not have."""
         found = self._nodes.get((stage, record_path(stage, wildcards)))
         if found is None:
+            sweep.check_target(self.config, wildcards)
             found = getattr(self, f"_{stage}")(wildcards)
             self._nodes[stage, found.record] = found
         return found

@@ -6,6 +6,7 @@ Stands before every run, so nothing heavy is imported here. Tokens are counted b
 from pathlib import Path
 from typing import Any
 
+from kvgate import overlap
 from kvgate.config import ConfigError
 
 _GIVEN = 4  # tokens at least that a drawn text is drawn after: fewer could begin any text
@@ -93,13 +94,20 @@ def _check_unseen(config: dict[str, Any], base: Path) -> None:
     def words(name: str) -> str:
         return " ".join((base / entries[name]["text"]).read_text().split())
 
+    def used(name: str) -> list[str]:
+        """At most: a word has at least one token."""
+        return words(name).split()[: entries[name]["tokens"] - entries[name]["generated"]]
+
     verified = {name: words(name) for name in config["sweep"]["programs"]}
     for n, name in enumerate(config["calibration"]["texts"]):
         mine = words(name)
         for program, theirs in verified.items():
             shorter, longer = sorted((mine, theirs), key=len)
+            same = mine == theirs
             # A prompt is short, and stands in a chat template: a text may well begin with its word.
-            same = mine == theirs if entries[program]["kind"] == "chat" else longer.startswith(shorter)
+            if entries[program]["kind"] != "chat":
+                share = overlap.shared(used(name), used(program))
+                same = longer.startswith(shorter) or share >= overlap.MOST
             if same:
                 raise ConfigError(
                     f"calibration.texts[{n}]: {name} has the text of program {program}, allowed: another text"

@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvgate.board import today
+from kvgate.export import support
 from kvgate.observe import Trace
 
+# Settings of generation_config.json that change greedy tokens, and their values that do not. Sampling is another thing.
+OTHERWISE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
+    **dict.fromkeys(("sequence_bias", "constraints", "stop_strings"), ([], {})),
+    **dict.fromkeys(("token_healing", "dola_layers", "watermarking_config"), (False,)),
+}
 TEMPERATURE, TOP_K = 1.0, 50  # of drawn tokens: the model's own distribution, without its tail
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # transformers' names of layer types
 
 
 def load(folder: Path) -> Any:
@@ -29,10 +39,28 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
+def template(tokenizer: Any) -> str | None:
+    """The chat template; None where there is none. Raises ValueError where there are only named ones."""
+    given = tokenizer.chat_template
+    if isinstance(given, dict) and "default" not in given:
+        raise ValueError(f"chat template: got only named ones ({', '.join(sorted(given))}), allowed: one, or `default`")
+    return str(tokenizer.get_chat_template()) if given else None
+
+
+def chat(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> Any:
+    """transformers' own apply_chat_template, on the day of kvgate.board.today. Raises whatever the template does."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # kept, so this is what is rendered
+
+    compiled: Any = _compile_jinja_template(template(tokenizer))
+    compiled.globals["strftime_now"] = today.strftime_now  # a variable of this name could be no function
+    return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+
 def context_limit(config: Any) -> int | None:
     """The most tokens that the model was made for; None where positions are unbounded (alibi)."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if limit else None
+    text = config.get_text_config()
+    found = (getattr(text, "max_position_embeddings", None), support.limit(text.to_dict()))
+    return min((int(x) for x in found if x), default=None)
 
 
 def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -40,6 +68,13 @@ def end_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     given = model.generation_config.eos_token_id
     found = {int(x) for x in (given if isinstance(given, list) else [given]) if x is not None}
     return tuple(sorted(found | ({tokenizer.eos_token_id} - {None})))
+
+
+def unheeded(model: Any) -> dict[str, Any]:
+    """What the checkpoint's generation config has that gives `generate` other tokens than the best one each step."""
+    given = model.generation_config
+    found = {name: getattr(given, name, None) for name in OTHERWISE}
+    return {name: x for name, x in found.items() if x is not None and x not in OTHERWISE[name]}
 
 
 def trace(
@@ -134,8 +169,8 @@ def refuse_other_caches(config: Any) -> None:
     if not getattr(text, "num_attention_heads", None):
         raise ValueError(f"{text.model_type}: got no attention heads, allowed: attention in every layer")
     for i, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in ATTENTION:
-            raise ValueError(f"{text.model_type}: layer {i}: got {kind!r}, allowed: {', '.join(ATTENTION)}")
+        if kind not in support.ATTENTION:
+            raise ValueError(f"{text.model_type}: layer {i}: got {kind!r}, allowed: {', '.join(support.ATTENTION)}")
 
 
 def distinct_heads(cached: torch.Tensor, config: Any) -> torch.Tensor:

@@ -81,7 +81,8 @@ def _hold(stage: str, key: dict[str, Any], base: Path) -> None:
         raise ValueError("the code changed after this job was planned; run snakemake again")
     for name, version in digest.installed(key["versions"]).items():
         if version != key["versions"][name]:
-            raise ValueError(f"{name}: got version {version}, planned: {key['versions'][name]}; run snakemake again")
+            planned = f"planned: {key['versions'][name]} (envs/lock.txt)"
+            raise ValueError(f"{name}: got version {version}, {planned}; `make preflight` installs what the lock says")
     if keys.text_digests(base, key["texts"]) != key["texts"]:
         raise ValueError(f"a text of {', '.join(key['texts'])} changed after planning; run snakemake again")
 

@@ -15,6 +15,7 @@ from kvgate import preparations, programs, quants
 from kvgate.compiler import platforms
 from kvgate.config import ConfigError
 from kvgate.constants import constants
+from kvgate.export import support
 
 HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
 HOST_MASK = -1e4  # the additive mask there; a quant has its own
@@ -68,13 +69,10 @@ def rows(config: dict[str, Any], base: Path) -> list[Row]:
 
 
 def context_limit(config: dict[str, Any], model: str, base: Path) -> int | None:
-    """The most tokens the model takes, from its entry or its config.json where one is at hand; None: not known yet."""
+    """The most tokens the model takes, by its entry and its config.json where one is at hand; None: not known yet."""
     entry = config["models"][model]
-    if "context" in entry:
-        return int(entry["context"])
-    return next(
-        (int(v) for k, v in hub_config(entry, base).items() if k in ("max_position_embeddings", "n_positions")), None
-    )
+    found = (entry.get("context"), support.limit(hub_config(entry, base)))
+    return min((x for x in found if x is not None), default=None)
 
 
 def hub_config(entry: dict[str, Any], base: Path) -> dict[str, Any]:
@@ -85,10 +83,33 @@ def hub_config(entry: dict[str, Any], base: Path) -> dict[str, Any]:
     path = source.get("path")
     if source["kind"] == "folder" and isinstance(path, str):
         try:
-            return json.loads((base / path / "config.json").read_text())
-        except (OSError, ValueError):
+            found = json.loads((base / path / "config.json").read_text())
+        except OSError:
             return {}
+        except ValueError as error:
+            raise ConfigError(f"{path}/config.json: is no JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path}/config.json: got {type(found).__name__}, allowed: keys and values")
+        return found
     return {}
+
+
+def check_target(config: dict[str, Any], wildcards: dict[str, str]) -> None:
+    """Whether the config has what the path of a target names. Raises ConfigError."""
+    known = {
+        "model": config["models"],
+        "weights": config["weights"],
+        "form": ("recipe", "plain"),
+        "strategy": config["strategies"],
+        "part": ("decode",),
+        "platform": (*platforms.SUPPORTED, HOST_PLATFORM),
+        "quant": (*config["quants"], HOST_QUANT),
+        "backend": (SIMULATOR, ONNXRUNTIME, *config["boards"]),
+        "program": config["programs"],
+        "sweep": (config["sweep"]["name"],),
+    }
+    for column, name in wildcards.items():
+        _known(f"target: {column}", name, list(known[column]))
 
 
 def modules(folder: str) -> list[str]:
@@ -225,17 +246,17 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
         if strategy["module"] == "recompute":
             raise ConfigError(f"{where}: strategy {row.strategy} recomputes, allowed: platform host only")
     _check_weights(where, config, row, base)
-    limit = context_limit(config, row.model, base)
-    if limit is not None and capacity > limit:
-        raise ConfigError(
-            f"{where}: strategy {row.strategy} has capacity {capacity}, model {row.model} takes at most {limit} tokens"
-        )
-    from kvgate.export.support import refusal
-
     hub = hub_config(config["models"][row.model], base)
-    why = refusal(hub) if hub else None
+    why = support.refusal(hub) if hub else None
     if why:
         raise ConfigError(f"{where}: model {row.model}: {why}")
+    limit = context_limit(config, row.model, base)
+    if limit is not None and capacity > limit:
+        why = " (in longer texts its rotary embedding is another one)" if support.changes(hub) else ""
+        raise ConfigError(
+            f"{where}: strategy {row.strategy} has capacity {capacity}, "
+            f"model {row.model} takes at most {limit} tokens{why}"
+        )
     entries = config["programs"]
     texts = [x for x in map(entries.get, config["sweep"]["programs"]) if x["kind"] == "text"]  # a chat may end early
     isolated = max((x["tokens"] for x in texts if "isolated" in x["histories"]), default=0)

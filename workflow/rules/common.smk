@@ -36,9 +36,14 @@ def records(stage):
 
 
 def inputs(stage):
-    return lambda w: [
-        f"results/{path}" for path in PLAN.node(stage, dict(w)).reads if begin()
-    ]
+    return lambda w: [f"results/{path}" for path in node(stage, w).reads if begin()]
+
+
+def node(stage, wildcards):
+    try:
+        return PLAN.node(stage, dict(wildcards))
+    except ConfigError as error:  # a target of the user's
+        sys.exit(f"kvgate: {error}")
 
 
 def key(stage):

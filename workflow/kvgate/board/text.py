@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from kvgate.board.plain import Plain
+from kvgate.board.today import strftime_now
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 _PENDING = 3  # bytes of a character that may still be to come: its length less one
@@ -220,7 +220,7 @@ def _compile(template: str) -> Any:
     )
     environment.filters["tojson"] = as_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
     try:
         return environment.from_string(template)
     except TemplateError as error:

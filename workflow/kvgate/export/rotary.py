@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvgate.export.seams import Step
 from kvgate.export.spec import Rotation
 from kvgate.export.survey import Unsupported, rotary_arguments
+from kvgate.record import blocked
 
 # (cos [1, T, width], sin [1, T, width]) -> heads at the seams, [N, D] with all heads and tokens in N
 Heads = Callable[[Tensor, Tensor], Tensor]
@@ -78,6 +79,22 @@ class Stub(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = self.step.rotations[self.numbers[rotary_arguments(args, kwargs)]]
         return found if isinstance(found, tuple) else (found, found)  # the recipe reads its matrix elsewhere
+
+
+def refuse_changing(stub: Stub, rotation: Rotation, positions: int) -> None:
+    """Raises record.Blocked where a short text's angles are not those of one of `positions` tokens.
+
+    A cache holds keys that were turned once: where they depend on the text's length, no table is right for all.
+    """
+    with torch.no_grad():
+        long, short = (
+            stub.inner(torch.zeros(1, 1, 1), torch.arange(n)[None], *rotation.arguments)
+            for n in (positions, min(2, positions))
+        )
+    same = (torch.allclose(a[:, :2], b, rtol=0, atol=1e-6) for a, b in zip(long, short, strict=True))
+    if not all(same):
+        got = f"got other angles in a text of {positions} tokens than in one of 2"
+        raise blocked("rotary", f"{rotation.module}: {got}, allowed: a smaller capacity, where they are the same")
 
 
 def tables(stub: Stub, rotation: Rotation, positions: int) -> dict[str, np.ndarray]:

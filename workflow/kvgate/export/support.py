@@ -1,13 +1,19 @@
 """Which architectures cannot work, told from a config.json alone. Standard library only: planning calls it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # transformers' names of layer types
+_LAYERS = ("layer_types", "layers_block_type")  # the key, and an older name
 # Model types whose layers keep a state that is not K and V of every token.
-_HYBRIDS = ("jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "qwen3_next", "kimi_linear")
+_HYBRIDS = ("jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid")
 _STATES = ("mamba", "falcon_mamba", "rwkv", "lfm2", "recurrent", "xlstm", *_HYBRIDS)
+_CHOOSING = ("granitemoehybrid",)  # where the list of layers does not say otherwise
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_VISION = ("vision_config", "audio_config", "vision_tower")
+_PARTS = ("vision_config", "audio_config", "vision_tower", "encoder_config", "decoder_config")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_ORIGINAL = "original_max_position_embeddings"
+_NUMBERS = (*_EXPERTS, *_POSITIONS, _ORIGINAL, "num_kv_shared_layers")
 
 
 def refusal(config: Mapping[str, Any]) -> str | None:
@@ -17,16 +23,22 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     name = f"model type {kind!r}"
     if not kind:
         return "config.json: got no model_type, allowed: a Hugging Face decoder's config"
+    wrong = next((key for key in _NUMBERS if not isinstance(config.get(key), int | float | None)), None)
+    if wrong:
+        return f"config.json: {wrong}: got {config[wrong]!r}, allowed: a number"
     if config.get("is_encoder_decoder"):
         return f"{name}: an encoder-decoder model, allowed: decoders"
-    if any(key in config for key in _VISION) or isinstance(text, Mapping):
+    if any(key in config for key in _PARTS) or isinstance(text, Mapping):
         return f"{name}: a model of several kinds of input, allowed: text decoders (its text part saved alone)"
-    if kind.startswith(_STATES) or any(key in config for key in ("ssm_state_size", "mamba_d_state", "conv_L_cache")):
+    if _recurrent(kind, config):
         return f"{name}: layers with a recurrent state, allowed: attention layers that cache K and V"
     if config.get("kv_lora_rank"):
         return f"{name}: latent attention (kv_lora_rank), allowed: attention that caches K and V per head"
     if config.get("is_moe") is not False and any((config.get(k) or 0) > 1 for k in _EXPERTS):
         return f"{name}: mixture of experts, allowed: dense decoders (an NPU graph cannot choose experts)"
+    other = next((x for x in _layers(config) if x not in ATTENTION), None)
+    if other:
+        return f"{name}: layers of type {other!r}, allowed: {', '.join(ATTENTION)}"
     if kind in ("falcon", "mpt") and (config.get("alibi") or (config.get("attn_config") or {}).get("alibi")):
         return f"{name} with alibi: a distance bias on the scores, allowed: rotary or learned positions"
     if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
@@ -34,3 +46,43 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     if (config.get("num_kv_shared_layers") or 0) > 0:
         return f"{name}: layers that share K and V, allowed: layers with a cache of their own"
     return None
+
+
+def limit(config: Mapping[str, Any]) -> int | None:
+    """The most tokens that a model with this config.json takes; None where it does not say."""
+    found = [int(config[key]) for key in _POSITIONS if config.get(key)]
+    return min([*found, *_originals(config)], default=None)
+
+
+def changes(config: Mapping[str, Any]) -> bool:
+    """Whether it takes no more because its rotary embedding turns all positions otherwise in a longer text (longrope).
+
+    What a cache holds was turned as in a short one: no strategy can change it when the text grows. Dynamic NTK does the
+    same beyond the positions that the model has anyway.
+    """
+    return any(original == limit(config) for original in _originals(config))
+
+
+def _originals(config: Mapping[str, Any]) -> Iterator[int]:
+    """The lengths beyond which a rotary embedding takes its `long_factor`; one a kind of layer where they differ."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for rotary in (given, *given.values()) if isinstance(given, Mapping) else ():
+        if isinstance(rotary, Mapping) and rotary.get("long_factor"):
+            original = config.get(_ORIGINAL) or rotary.get(_ORIGINAL)
+            if original:
+                yield int(original)
+
+
+def _recurrent(kind: str, config: Mapping[str, Any]) -> bool:
+    layers = _layers(config)
+    if layers and kind in _CHOOSING:
+        return not set(layers) <= set(ATTENTION)
+    state = any(key in config for key in ("ssm_state_size", "mamba_d_state", "conv_L_cache"))
+    return state or "linear_attention" in layers or kind.startswith((*_STATES, *_CHOOSING))
+
+
+def _layers(config: Mapping[str, Any]) -> list[str]:
+    """The layers' types, older names as transformers reads them; empty where the config does not say."""
+    older = {"attention": "full_attention", "mamba": "linear_attention"}
+    given: list[Any] = next((config[key] for key in _LAYERS if isinstance(config.get(key), list)), [])
+    return [older.get(str(x), str(x)) for x in given]

@@ -36,7 +36,7 @@ def run(job: Job) -> dict[str, Any]:
         findings += _moved(engine, host, folder / "moved.npz")
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
-        if program["kind"] == "chat" and trace.prompt >= contract.cache.capacity:
+        if program["kind"] == "chat" and trace.prompt > contract.cache.capacity:
             raise record.Blocked(
                 f"program {name}: got a prompt of {trace.prompt} tokens, the strategy holds {contract.cache.capacity}"
             )

@@ -95,7 +95,9 @@ def _host(job: Job, made: Any, source: Any) -> str:
     if "position" in arrays:
         arrays["position"] = arrays["position"][:capacity]
     for i, rotation in enumerate(made.spec.rotations):
-        for name, table in rotary.tables(made.model.get_submodule(rotation.module), rotation, capacity).items():
+        stub = made.model.get_submodule(rotation.module)
+        rotary.refuse_changing(stub, rotation, capacity)
+        for name, table in rotary.tables(stub, rotation, capacity).items():
             arrays[f"{name}.{i}"] = table
     path = job.folder / "host.npz"
     part = record.partial(path)

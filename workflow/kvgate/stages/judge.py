@@ -64,7 +64,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ran = inputs.get("run", {})
     found += boards.gates(ran, inputs.get("selftest"))
     verdict = gates.worst([g.verdict for g in found])
-    findings = [*build.get("findings", ()), *ran.get("findings", ())]
+    findings = [*build.get("findings", ()), *ran.get("findings", ()), *_unseen(contract)]
     findings += [x | {"program": name} for name, m in metrics.items() for x in m["findings"]]
     broken = sorted((g for g in found if g.verdict == verdict), key=gates.Gate.place) if verdict != "pass" else []
     first = broken[0] if broken else None
@@ -94,6 +94,17 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
         | boards.figures(ran, inputs.get("simulator"), build),
     }
+
+
+def _unseen(contract: Contract) -> list[dict[str, Any]]:
+    """A finding a window that sees less than the cache keeps: what lies beyond is fed, and masked, at every step."""
+    kept, found = contract.cache.capacity, []
+    for mask, window in enumerate(contract.windows):
+        layers = [str(n) for n, layer in enumerate(contract.layers) if layer.mask == mask]
+        if window is not None and window < kept and layers and contract.cache_inputs():
+            text = f"layers {', '.join(layers)} see the last {window} of {kept} slots, and keep all"
+            found.append(record.finding("window", text, window=window))
+    return found
 
 
 def _reason(verdict: str, first: gates.Gate | None, cause: str, found: list[gates.Gate]) -> str:

@@ -2,14 +2,17 @@
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvgate import record
+from kvgate.board import today
 from kvgate.board.control import steers
 from kvgate.job import Job
-from kvgate.record import blocked
+from kvgate.record import blocked, finding
+from kvgate.sources.folder import one_line
 
 KINDS = ("chat", "text", "calibration")
 
@@ -60,6 +63,7 @@ def run(job: Job) -> dict[str, Any]:
         "perplexity": reference.perplexity(found.tokens, found.logits) if scored else None,  # type: ignore[arg-type]
         "layers": len(found.keys),
         "tokenizer": _facts(tokenizer, chat),
+        "findings": differences(model, tokenizer, ends) if chat else [],
         "files": {"trace.npz": record.sha256(path)},
     }
 
@@ -67,20 +71,70 @@ def run(job: Job) -> dict[str, Any]:
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """A chat's ids: the chat template applied once; the tokenizer's own way where it has no template.
 
-    Raises Blocked on an empty text, and on one that holds tokens which steer the model: a template would be applied
-    twice, and a bundle (board/plain) takes their spelling in a content as plain text.
+    Raises Blocked on a template that cannot be used, and on a text that holds tokens which steer the model: a template
+    would be applied twice, and a bundle (board/plain) takes their spelling in a content as plain text.
     """
-    added = {n for n, x in tokenizer.added_tokens_decoder.items() if steers(x.content, x.special)}
-    special = (added | set(tokenizer.all_special_ids)) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
+    from kvgate import reference
+
+    special = _steering(tokenizer) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
     if special:
         token = tokenizer.convert_ids_to_tokens(min(special))
         raise blocked(
             "prompt", f"prompt: got the special token {token!r} in the text, allowed: plain text without a template"
         )
-    if not tokenizer.chat_template:
+    if not _template(tokenizer):
         return list(tokenizer(text)["input_ids"])
     messages = [{"role": "user", "content": text}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    try:
+        return list(reference.chat(tokenizer, messages, add_generation_prompt=True))
+    except Exception as error:  # whatever a template does
+        raise blocked("template", f"chat template: {one_line(error)}") from None
+
+
+def differences(model: Any, tokenizer: Any, ends: Sequence[int]) -> list[dict[str, Any]]:
+    """Findings on a chat: where its tokens are not what people get from transformers' `generate`."""
+    from kvgate import reference
+
+    found = []
+    settings = ", ".join(f"{name} {str(x)[:60]}" for name, x in reference.unheeded(model).items())
+    if settings:
+        text = f"generation_config.json: {settings}: not used, the trace and the bundle take the best token each step"
+        found.append(finding("generation", text))
+    token = _open_turn(tokenizer, ends)
+    if token is not None:
+        name = tokenizer.convert_ids_to_tokens(token)
+        text = f"the chat template ends a turn with {name!r}, which no list of end ids has: an answer goes on after it"
+        found.append(finding("turn_end", text, token=token))
+    return found
+
+
+def _open_turn(tokenizer: Any, ends: Sequence[int]) -> int | None:
+    """The token by which the template ends an answer, where it ends no text."""
+    from kvgate import reference
+
+    answer = "kvgate"
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+    try:
+        _, shown, after = reference.chat(tokenizer, messages, tokenize=False).rpartition(answer)
+    except Exception:  # a template may refuse what this one has no part for
+        return None
+    ids = tokenizer(after.strip(), add_special_tokens=False)["input_ids"] if shown else []
+    return int(ids[0]) if ids and ids[0] in _steering(tokenizer) and ids[0] not in ends else None
+
+
+def _steering(tokenizer: Any) -> set[int]:
+    """The tokens that a template alone may make."""
+    added = {n for n, x in tokenizer.added_tokens_decoder.items() if steers(x.content, x.special)}
+    return added | set(tokenizer.all_special_ids)
+
+
+def _template(tokenizer: Any) -> str | None:
+    from kvgate import reference
+
+    try:
+        return reference.template(tokenizer)
+    except ValueError as error:
+        raise blocked("template", str(error)) from None
 
 
 def text_ids(tokenizer: Any, text: str, count: int) -> list[int]:
@@ -136,6 +190,11 @@ def _text(path: Path, name: str) -> str:
 
 
 def _facts(tokenizer: Any, chat: bool) -> dict[str, Any]:
-    template = tokenizer.chat_template if chat else None
-    digest = hashlib.sha256(str(template).encode()).hexdigest() if template else None
-    return {"class": type(tokenizer).__name__, "tokens": len(tokenizer), "chat_template_sha256": digest}
+    """`today`: the day that the template was told, where it asks for one."""
+    template = _template(tokenizer) if chat else None
+    return {
+        "class": type(tokenizer).__name__,
+        "tokens": len(tokenizer),
+        "chat_template_sha256": hashlib.sha256(template.encode()).hexdigest() if template else None,
+        "today": today.TODAY.date().isoformat() if template and today.asked(template) else None,
+    }

@@ -34,6 +34,7 @@ def run(job: Job) -> dict[str, Any]:
         file = f"{name}/metrics.npz"
         record.write_bytes(job.folder / file, buffer.getvalue())
         files[file] = record.sha256(job.folder / file)
+        body["findings"] += job.read(f"trace.{name}").get("findings", [])  # what the reference says of itself
         found[name] = {"kind": "text" if trace.prompt == len(trace.tokens) else "chat", **body}
     return {"programs": found, "files": files, "coverage": _coverage(job, contract, traces)}
 
