@@ -27,9 +27,9 @@ from kvgate.board import wire
 BANNER = 1 << 16  # bytes that a login may print before the marker
 _KEPT = 1 << 14  # bytes of the end of stderr
 
-# Runs on the board with the words WORK SHA256 SIZE, on whatever Python that is: takes the agent in where it is not there
-# yet, and becomes it. Written to its whole name only after its checksum is right. What it says begins with that
-# checksum: a greeting could begin with KVGATE.
+# Runs on the board with the words WORK SHA256 SIZE, on whatever Python that is: takes the agent in where it is not
+# there yet, and becomes it. Written to its whole name only after its checksum is right. What it says begins with that
+# checksum, as a greeting could begin with KVGATE.
 BOOT = r"""
 import errno, hashlib, os, sys
 def say(text):
@@ -78,8 +78,9 @@ sys.exit(3)
 """
 
 
-# The same as one plain word: csh and tcsh, a user's login shell on some boards, take no line break in quotes, and no "!".
-WORD = f'exec(__import__("zlib").decompress(__import__("base64").b64decode("{b64encode(compress(BOOT.encode())).decode()}")))'
+# The same as one plain word: csh and tcsh, which may be the login shell, take no line break in quotes, and no "!".
+_PACKED = b64encode(compress(BOOT.encode())).decode()
+WORD = f'exec(__import__("zlib").decompress(__import__("base64").b64decode("{_PACKED}")))'
 
 
 class Trouble(Exception):
@@ -93,7 +94,7 @@ class Trouble(Exception):
 
     def blocked(self, **facts: Any) -> record.Blocked:
         """As the record of a stage."""
-        facts |= {"again": True} if self.again else {}
+        facts |= {"again": True} if self.again or self.kind == "no_space" else {}
         return record.Blocked(self.reason, [record.finding(self.kind, self.reason)], **facts)
 
 
@@ -204,7 +205,7 @@ class Link:
         self._frames = True
 
     def _marker(self) -> str:
-        """`have` or `need`: the next line that begins with KVGATE and the agent's checksum, after what the login prints."""
+        """`have` or `need`: of the next line that begins with KVGATE and the agent's checksum; a login may print too."""
         left = BANNER
         with self._within(self.limits.connect, "the start of Python on the board"):
             while left > 0:

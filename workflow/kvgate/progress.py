@@ -69,6 +69,7 @@ def title(job: Job) -> str:
 
 def finished(job: Job, body: dict[str, Any], seconds: float) -> str:
     status = body["status"] if body["status"] == "ok" else f"blocked: {body['reason']}"
+    status += "; the next run tries again" if body.get("again") else ""
     return f"{title(job)}: {status}, {clock(seconds)}{_left(job)}"
 
 
