@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 from kvgate import machine
@@ -22,7 +23,7 @@ def raised(why, cause=None, quiet=False):
 
 
 def written():
-    with open("/dev/full", "wb", buffering=0) as file:
+    with Path("/dev/full").open("wb", buffering=0) as file:
         file.write(b"x")
 
 

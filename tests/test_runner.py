@@ -66,7 +66,7 @@ def test_an_expected_failure_is_data(stage, tmp_path, capfd):
 @pytest.mark.parametrize("name", ["fetch", "trace"])
 def test_a_full_disk_is_data_and_the_next_run_tries_again(stage, tmp_path, capfd, name):
     def fails(job):
-        with open("/dev/full", "wb", buffering=0) as file:
+        with Path("/dev/full").open("wb", buffering=0) as file:
             file.write(b"x")
 
     stage.run = fails

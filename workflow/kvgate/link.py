@@ -205,7 +205,7 @@ class Link:
         self._frames = True
 
     def _marker(self) -> str:
-        """`have` or `need`: of the next line that begins with KVGATE and the agent's checksum; a login may print too."""
+        """`have` or `need`: of the next line that begins with KVGATE and the agent's checksum; logins print too."""
         left = BANNER
         with self._within(self.limits.connect, "the start of Python on the board"):
             while left > 0:

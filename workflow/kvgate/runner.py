@@ -156,7 +156,7 @@ def _captured(log: Path | None) -> Iterator[TextIO]:
                 try:
                     stream.flush()
                 except OSError:  # a full disk takes no more of the log: the rest goes nowhere
-                    with open(os.devnull, "wb") as nowhere:
+                    with Path(os.devnull).open("wb") as nowhere:
                         os.dup2(nowhere.fileno(), descriptor)
                     stream.flush()
                 os.dup2(kept[descriptor - 1], descriptor)
