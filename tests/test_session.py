@@ -304,6 +304,7 @@ def test_a_full_disk_stops_the_sending(session, tmp_path):
         with pytest.raises(Refused, match="the board refuses: No space left on device") as why:
             s.push({"f" * 64: path})
         assert why.value.kind == "no_space" and s.sent < 40 << 20
+        assert why.value.blocked().facts == {"again": True}  # a disk with more room is tried by the next run
 
 
 @pytest.mark.parametrize(
