@@ -307,6 +307,13 @@ def test_one_target_counts_its_own_jobs(repository):
     assert line.endswith(" [1/1]")
 
 
+def test_one_target_that_reads_nothing_is_held_to_its_key(repository):
+    EDITS["the model's seed"][0](repository.path)
+    shutil.rmtree(repository.path / ".snakemake")
+    said = repository.snakemake("-n", "results/models/tiny/checkpoint/manifest.json").stderr
+    assert to_do(said) == 1 and "  fetch: 1 (config source)" in said
+
+
 def test_what_only_looks_leaves_a_running_sweep_s_countdown_alone(repository):
     EDITS["a threshold"][0](repository.path)
     run = repository.path / "results/.run.json"

@@ -52,14 +52,14 @@ def record(stage):
 
 
 def records(stage):
-    return lambda w: [
-        f"results/{node.record}" for node in PLAN.of_stage(stage) if begin()
+    return lambda w: begin() and [
+        f"results/{node.record}" for node in PLAN.of_stage(stage)
     ]
 
 
 def inputs(stage):
-    return lambda w: [
-        f"results/{path}" for path in PLAN.node(stage, dict(w)).reads if begin()
+    return lambda w: begin() and [
+        f"results/{path}" for path in PLAN.node(stage, dict(w)).reads
     ]
 
 
