@@ -96,7 +96,9 @@ def test_a_bundle_of_onnxruntime(host):
 
 
 def test_the_checksums_are_of_every_file(chip):
-    checked = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=chip, capture_output=True, text=True)
+    (command,) = [x for x in (chip / "README.md").read_text().splitlines() if x.startswith("sha256sum")]
+    assert command == "sha256sum -c SHA256SUMS"  # BusyBox knows neither --quiet nor --strict
+    checked = subprocess.run(command.split(), cwd=chip, capture_output=True, text=True)
     assert checked.returncode == 0, checked
     assert len(checked.stdout.splitlines()) == len(bytes_of(chip)) - 1
 

@@ -1,9 +1,13 @@
 """The commands as a person calls them."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from kvgate import config, keys
+from kvgate.contract import canonical
 from kvgate.job import RECORDS
 
 BASE = Path(__file__).parents[1]
@@ -28,6 +32,36 @@ def test_a_bad_config_is_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith("kvgate table: sweep.programs[0]: got 'nope', known: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["table", "gate", "audit", "ask"])
+def test_several_config_files_as_snakemake_takes_them(tmp_path, command):
+    """The last one wins, in one option or in several; `ask` takes its question after them."""
+    for name in "abc":
+        (tmp_path / f"{name}.yaml").write_text(f"sweep: {{name: {name}, programs: [nope_{name}]}}\n")
+    a, b, c = (str(tmp_path / f"{name}.yaml") for name in "abc")
+    for words in (["--configfile", a, b, c], ["--configfile", a, b, "--configfile", c]):
+        done = kvgate(command, *words)
+        assert done.returncode == 2 and "got 'nope_c'" in done.stderr
+    if command == "ask":
+        assert "got 'nope_b'" in kvgate(command, "--configfile", a, b, "Which one?").stderr
+
+
+def test_whoever_has_read_enough_ends_it_without_a_word(tmp_path):
+    command = [sys.executable, "-m", "kvgate", "audit", "--results", str(tmp_path)]
+    run = subprocess.Popen(
+        command, cwd=BASE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={"PYTHONPATH": "workflow"}
+    )
+    run.stdout.close()  # before it prints
+    assert run.stderr.read() == "" and run.wait() == 128 + signal.SIGPIPE
+
+
+def test_a_config_longer_than_an_argument_may_be(tmp_path):
+    """4,000 excludes, as the workflow's target passes them."""
+    exclude = [{"models": [f"model-{n}-{n * n}"], "quants": [f"quant{n}"]} for n in range(4000)]
+    text = keys.pack(canonical({"sweep": {"exclude": exclude}}))
+    assert len(canonical({"sweep": {"exclude": exclude}})) > 1 << 17 > len(text)
+    assert config.override([], text) == {"sweep": {"exclude": exclude}}
 
 
 def test_a_key_that_is_none_is_one_line():

@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
 import pytest
-from kvgate import digest, record, runner
+from kvgate import digest, keys, record, runner
 from kvgate.contract import canonical
+from kvgate.job import Job
 
 WILDCARDS = {"model": "m"}
 WORKFLOW = str(Path(__file__).parents[1] / "workflow")
@@ -58,6 +61,71 @@ def test_an_expected_failure_is_data(stage, tmp_path, capfd):
     body = record.read(tmp_path / "models/m/checkpoint/manifest.json")
     assert (body["status"], body["reason"], body["phase"]) == ("blocked", "the toolkit says no", "build")
     assert "fetch m: blocked: the toolkit says no" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["fetch", "trace"])
+def test_a_full_disk_is_data_and_the_next_run_tries_again(stage, tmp_path, capfd, name):
+    def fails(job):
+        with Path("/dev/full").open("wb", buffering=0) as file:
+            file.write(b"x")
+
+    stage.run = fails
+    wildcards = {"model": "m", "program": "p"}
+    assert run(tmp_path, name, key(name, wildcards)) == 0
+    (path,) = (p for p in tmp_path.rglob("*.json") if ".cost." not in p.name)
+    body = record.read(path)
+    assert (body["status"], body["reason"], body["again"]) == ("blocked", f"disk full: {path.parent}", True)
+    assert keys.recorded(path) == {}  # as if it was not there: planned anew
+    assert f"blocked: disk full: {path.parent}; the next run tries again, " in capfd.readouterr().err
+
+
+FILLS = """
+import sys, types
+from pathlib import Path
+from kvgate import runner
+def fills(job):
+    try:
+        (job.folder / "big").write_bytes(bytes(1 << 20))
+    except OSError:
+        return {}
+runner.importlib.import_module = lambda name: types.SimpleNamespace(run=fills)
+sys.exit(runner.run("fetch", sys.argv[1], Path("disk"), Path("disk"), Path("disk/fetch.log")))
+"""
+
+
+def test_a_record_that_does_not_fit_fails_the_job_with_one_line(tmp_path, mounted):
+    """Its log is on the same disk, and takes nothing more either."""
+    mounted(tmp_path / "disk", "size=64k")
+    environment = os.environ | {"PYTHONPATH": WORKFLOW}
+    done = subprocess.run(
+        [sys.executable, "-c", FILLS, key()], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    folder = Path("disk/models/m/checkpoint")
+    assert (done.returncode, done.stderr) == (1, f"fetch m: failed: disk full: {folder}; see disk/fetch.log\n")
+    assert not list((tmp_path / folder).glob("*.json"))
+
+
+def test_of_three_that_make_a_result_one_is_at_work(tmp_path):
+    """A waiting one gets the lock of a file that was removed meanwhile; the third one has made a new one."""
+    job = Job("fetch", WILDCARDS, {}, {}, tmp_path)
+    job.folder.mkdir(parents=True)
+    inside, most = [], []
+
+    def work():
+        for _ in range(5):
+            with runner._alone(job):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.002)
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and len(most) == 20
+    assert not list(job.folder.iterdir())
 
 
 def test_a_blocked_input_blocks_with_the_same_reason_and_the_first_stage(stage, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvgate.link import BOOT
+from kvgate.link import BOOT, WORD
 from kvgate.session import Limits, Lost, Refused, Session
 
 WORKFLOW = Path(__file__).parents[1] / "workflow"
@@ -32,7 +32,7 @@ def say(type, blob=b"", **more):
 def get():
     return wire.receive(IN)
 def begin(**more):
-    raw(b"\\nKVGATE have\\n")
+    raw(b"\\nKVGATE {hashlib.sha256(AGENT).hexdigest()} have\\n")
     get()
     say("hello", **dict(dict(version=1, python="3.9.2", machine="aarch64", pid=1, free_bytes=10**9,
                              memory_bytes=10**9, environment={{}}, engines={{}}), **more))
@@ -84,6 +84,12 @@ def test_a_flood_on_stderr_is_not_kept(session, tmp_path):
 
 def test_a_login_may_print_before_the_marker(session):
     with session("raw(b'Welcome!\\n' * 3000 + b'no newline'); begin(); IN.read()") as s:
+        assert s.hello["machine"] == "aarch64"
+
+
+@pytest.mark.parametrize("greeting", ["KVGATE have a nice day", "KVGATE need", "KVGATE is this board's name"])
+def test_a_greeting_is_not_the_agent_s_word(session, greeting):
+    with session(f"raw(b{greeting!r} + b'\\n'); begin(); IN.read()") as s:
         assert s.hello["machine"] == "aarch64"
 
 
@@ -298,6 +304,7 @@ def test_a_full_disk_stops_the_sending(session, tmp_path):
         with pytest.raises(Refused, match="the board refuses: No space left on device") as why:
             s.push({"f" * 64: path})
         assert why.value.kind == "no_space" and s.sent < 40 << 20
+        assert why.value.blocked().facts == {"again": True}  # a disk with more room is tried by the next run
 
 
 @pytest.mark.parametrize(
@@ -324,15 +331,16 @@ def boot(work: str, data: bytes, sha: str = "", python: str = sys.executable, **
     """Exit code and stdout of the boot when `data` is sent whatever it answers."""
     sha = sha or hashlib.sha256(ECHO).hexdigest()
     done = subprocess.run(
-        [python, "-c", BOOT, work, sha, str(len(ECHO))], input=data, capture_output=True, env=os.environ | env
+        [python, "-c", WORD, work, sha, str(len(ECHO))], input=data, capture_output=True, env=os.environ | env
     )
     return done.returncode, done.stdout.decode()
 
 
 def test_the_agent_arrives_once(tmp_path):
     home = {"HOME": str(tmp_path)}
-    assert boot("~/a b;$(id)", ECHO, **home) == (0, f"\nKVGATE need\n\nKVGATE have\n{tmp_path}/a b;$(id)\n")
-    assert boot("~/a b;$(id)", b"", **home) == (0, f"\nKVGATE have\n{tmp_path}/a b;$(id)\n")
+    need, have = (f"\nKVGATE {hashlib.sha256(ECHO).hexdigest()} {word}\n" for word in ("need", "have"))
+    assert boot("~/a b;$(id)", ECHO, **home) == (0, f"{need}{have}{tmp_path}/a b;$(id)\n")
+    assert boot("~/a b;$(id)", b"", **home) == (0, f"{have}{tmp_path}/a b;$(id)\n")
     (path,) = (tmp_path / "a b;$(id)/agent").iterdir()
     assert path.stat().st_mode & 0o77 == 0 == path.parent.stat().st_mode & 0o77
     path.write_bytes(b"print('changed')")
@@ -350,18 +358,18 @@ def test_what_is_not_the_agent_is_not_run(tmp_path, data, said):
 def test_a_work_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     code, text = boot(str(tmp_path / "file"), ECHO)
-    assert code == 3 and "KVGATE cannot io" in text and "Not a directory" in text
+    assert code == 3 and " cannot io" in text and "Not a directory" in text
 
 
 def test_the_boot_is_short_and_plain():
     """Older Pythons must be able to read it to say that they are too old; a device takes 4 kB of command."""
-    assert len(BOOT) < 3000 and 'f"' not in BOOT and ":=" not in BOOT
+    assert len(WORD) < 2000 and 'f"' not in BOOT and ":=" not in BOOT
     old = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.version_info = (3, 7); exec({BOOT!r})", "w", "x", "1"],
         capture_output=True,
         text=True,
     )
-    assert old.stdout == "\nKVGATE cannot python Python 3.7, allowed: 3.9 or newer\n"
+    assert old.stdout == "\nKVGATE x cannot python Python 3.7, allowed: 3.9 or newer\n"
 
 
 def test_the_refused_boot_is_one_line(tmp_path):

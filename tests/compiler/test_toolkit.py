@@ -89,6 +89,33 @@ def test_every_end_has_its_reason(tmp_path: Path, script: str, kind: str, reason
     assert found.findings[0]["kind"] in (kind, "missing")
 
 
+FILL = "open('big', 'wb').write(bytes(4 << 20))"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        (FILL, "disk"),  # its last words, in the log, do not fit either
+        (f"try: {FILL}\nexcept OSError: os.remove('big'); result(reason='export_rknn: returned -1')", "refused"),
+        ("result(reason='build: OSError: [Errno 28] No space left on device')", "disk"),
+        ("print('E build: write: No space left on device'); result(reason='build: returned -1')", "disk"),
+        (f"resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 13, 1 << 13))\n{FILL}", "disk"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "signal"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "memory"),
+        ("os.abort()", "crash"),
+    ],
+)
+def test_what_lies_in_the_machine_is_tried_again(tmp_path: Path, mounted, script: str, kind: str) -> None:  # type: ignore[no-untyped-def]
+    mounted(tmp_path / "disk", "size=2m")
+    found = run(tmp_path / "disk", script)
+    assert found.kind == kind and found.findings[0]["kind"] == kind
+    why = found.blocked("self test x: ")
+    assert why.facts == ({"again": True} if kind in ("disk", "signal", "memory") else {})
+    assert why.reason == f"self test x: {found.reason}" and "\n" not in why.reason
+    if kind == "disk":
+        assert "disk full: " in why.reason or "limit of a file's size" in why.reason
+
+
 def test_a_hang_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     script = """
 import subprocess

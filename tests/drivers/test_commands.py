@@ -4,6 +4,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 from kvgate import drivers
 from kvgate.drivers import adb, local, ssh
+from kvgate.link import WORD
 
 HOSTILE = [
     "python3",
@@ -45,6 +47,19 @@ def test_remote_words_arrive_as_they_were(driver, monkeypatch):
     text = driver.command(board(), HOSTILE)[-1]
     seen = subprocess.run(["sh", "-c", f"printf '%s\\0' {text}"], capture_output=True, text=True).stdout
     assert seen.split("\0")[:-1] == HOSTILE == shlex.split(text)
+
+
+def test_the_boot_passes_a_csh_login():
+    """tcsh takes no line break in quotes and replaces "!"; BusyBox's and every other shell take what it takes."""
+    assert WORD.isprintable() and not set(WORD) & set("!'\\")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("shell", ["tcsh", "dash", "bash"])
+def test_every_login_shell_starts_the_boot(shell, tmp_path):
+    text = ssh.command(board(), [sys.executable, "-c", WORD, str(tmp_path), "sha", "1"])[-1]
+    done = subprocess.run([shell, "-c", text], input="", capture_output=True, text=True)
+    assert (done.stderr, done.stdout) == ("", "\nKVGATE sha need\n\nKVGATE sha cannot closed\n")
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch pwned", "", "a b", "a;b", "$(id)", "a\nb", "../x", "`id`"])

@@ -360,7 +360,7 @@ def both(data):
     for name in names:
         file(name, data)
     done(files={name: hashlib.sha256(data).hexdigest() for name in names})
-raw(b"\\nKVGATE have\\n")
+raw(("\\nKVGATE " + sys.argv[-2] + " have\\n").encode())
 wire.receive(IN)
 wire.send(OUT, dict(type="hello", version=1, free_bytes=1 << 40, environment={}, engines=dict(onnxruntime={})))
 head, _ = wire.receive(IN)

@@ -4,6 +4,7 @@ The tiny sweep has two strategies (cpu_managed, fixed_max_blend), two quants (fp
 calibration texts that only w8a8 reads: 23 jobs.
 """
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from kvgate import record
 from kvgate.contract import canonical
 
@@ -266,3 +268,91 @@ def test_a_damaged_artifact_is_found_by_its_sha256(repository):
     assert quick.returncode == 0
     deep = repository.kvgate("audit", "--deep", "--configfile", "tests/workflow/tiny.yaml")
     assert deep.returncode == 1 and "damaged: " in deep.stdout and "missing or changed: model.rknn" in deep.stdout
+
+
+def to_do(said: str) -> int:
+    return int(re.search(r"jobs, (\d+) to do$", said, re.MULTILINE)[1])
+
+
+def test_the_count_is_snakemake_s_own(repository):
+    """It may run more than our comparison of keys asks for: by dates, or by what another profile triggers on."""
+    shutil.rmtree(repository.path / ".snakemake")
+    for n, path in enumerate(reversed(repository.results())):  # as a copy may date them
+        os.utime(path, (1e9 + n, 1e9 + n))
+    said = repository.snakemake("-n").stderr
+    assert to_do(said) == sum(repository.planned().values()) > 0
+    assert "(snakemake: updated input files)" in said
+    assert repository.kvgate("audit", "--adopt", *CONFIG).returncode == 0
+    assert to_do(repository.snakemake("-n").stderr) == 0
+
+
+def test_the_count_under_another_profile_with_an_edited_rule(repository):
+    profile = repository.path / "mine"
+    profile.mkdir()
+    text = (repository.path / "profiles/default/config.yaml").read_text()
+    (profile / "config.yaml").write_text(text.replace("[params, mtime, input]", "[params, mtime, input, code]"))
+    replace("workflow/rules/judge.smk", 'command("judge")', 'command("judge") + " "')(repository.path)
+    said = repository.snakemake("-n", "--workflow-profile", "mine").stderr
+    assert "kvgate: sweep tiny: 4 rows, 23 jobs, 5 to do" in said
+    assert "judge: 4 (snakemake: code has changed since last execution)" in said
+    assert to_do(repository.snakemake("-n").stderr) == 0
+
+
+def test_one_target_counts_its_own_jobs(repository):
+    EDITS["a threshold"][0](repository.path)
+    row = "results/models/tiny/rows/plain/tiny_blend/rk3576/fp16/simulator/verdict.json"
+    done = repository.snakemake(row)
+    assert done.returncode == 0 and "kvgate: sweep tiny: 4 rows, 23 jobs, 1 to do" in done.stderr
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("judge ")]
+    assert line.endswith(" [1/1]")
+
+
+def test_one_target_that_reads_nothing_is_held_to_its_key(repository):
+    EDITS["the model's seed"][0](repository.path)
+    shutil.rmtree(repository.path / ".snakemake")
+    said = repository.snakemake("-n", "results/models/tiny/checkpoint/manifest.json").stderr
+    assert to_do(said) == 1 and "  fetch: 1 (config source)" in said
+
+
+def test_what_only_looks_leaves_a_running_sweep_s_countdown_alone(repository):
+    EDITS["a threshold"][0](repository.path)
+    run = repository.path / "results/.run.json"
+    run.write_text("{}")
+    for words in (["--dag"], ["--summary"], ["--rulegraph"], ["-n"], ["--list-rules"], ["--unlock"]):
+        done = repository.snakemake(*words, "--nolock")
+        assert done.returncode == 0, done.stderr
+        assert run.read_text() == "{}", words
+    assert "digraph" in repository.snakemake("--dag").stdout
+
+
+def test_the_lines_of_a_run_are_ours(repository):
+    """And one line for a job that fails; its command and key stay in snakemake's own log."""
+    EDITS["a threshold"][0](repository.path)
+    done = repository.snakemake()
+    lines = done.stderr.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("kvgate: sweep tiny"))
+    assert first == 2  # the profile's name and a word on the file system come before anything of ours is read
+    assert lines[first + 1 : first + 3] == ["  judge: 4 (config thresholds)", "  tabulate: 1 (what it reads)"]
+    verdicts = [x for x in lines if x.startswith("judge ")]
+    assert len(verdicts) == 4 and all(re.search(r": ok, \d+ s \[\d/5", x) for x in verdicts)
+    for word in ("Select jobs", "Execute ", "Building DAG", "Complete log", "Elapsed", "Provided"):
+        assert word not in done.stderr
+    broken = "def run(job):\n    raise KeyError('a bug')\n\n\ndef _unused(job):"
+    replace("workflow/kvgate/stages/tabulate.py", "def run(job: Job)", f"{broken[:-5]}(job: Job)")(repository.path)
+    done = repository.snakemake()
+    assert done.returncode == 1
+    (line,) = [x for x in done.stderr.splitlines() if "tabulate" in x and "failed" in x]
+    assert line.startswith("tabulate tiny: failed: KeyError: 'a bug'; see results/logs/tables/tiny/acceptance.log")
+    assert "Command" not in done.stderr and '"code"' not in done.stderr
+    assert "Select jobs" in max((repository.path / ".snakemake/log").iterdir()).read_text()
+
+
+def test_targets_that_ask_take_a_long_config(checkout, tmp_path):
+    """4,000 excludes are more than one argument may hold."""
+    clone = checkout(tmp_path / "clone")
+    sweep = yaml.safe_load((clone.path / "tests/workflow/tiny.yaml").read_text())["sweep"]
+    sweep["blocks"][0]["exclude"] = [{"strategy": "tiny_blend", "platform": "rk3576", "quant": "w8a8"}] * 4000
+    (clone.path / "big.yaml").write_text(json.dumps({"sweep": sweep}))
+    done = clone.snakemake("audit", config="tests/workflow/tiny.yaml big.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "audit: sweep tiny: 20 results planned, 20 missing" in done.stdout + done.stderr

@@ -1,6 +1,8 @@
 """`python -m kvgate`: one command a stage, called by the workflow, and the commands for people."""
 
 import argparse
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,15 +45,15 @@ def main(argv: list[str]) -> int:
     what.add_argument("--discard", action="store_true", help="remove stale results, so that they are made again")
     audit.add_argument("--deep", action="store_true", help="also read every large file and compare its sha256")
     for command in (gate, audit, table, ask):
-        command.add_argument("--config", default="", help="JSON that goes over the config files (set by snakemake)")
-        command.add_argument("--configfile", type=Path, action="append", default=[], help="as snakemake's")
+        command.add_argument("--config", default="", help="what goes over the config files (set by snakemake)")
+        _configfile(command, "as snakemake's")
         _folders(command)
     store = commands.add_parser("store", help="size of the store of finished builds; prune it")
     store.add_argument("--prune", type=float, metavar="GB", help="remove the longest unused entries beyond this size")
     _folders(store)
     bench = commands.add_parser("bench", help="what a sweep costs, and our graphs beside today's ways")
     bench.add_argument("--board", default="", help="only what this board of the config costs beside its own work")
-    bench.add_argument("--configfile", type=Path, action="append", default=[], help="as snakemake's; with --board")
+    _configfile(bench, "as snakemake's; with --board")
     _folders(bench)
     copied = commands.add_parser("bundle", help="a checked copy of a bundle in a folder of yours")
     copied.add_argument("folder", type=Path, help="the bundle, in results/bundles")
@@ -59,16 +61,28 @@ def main(argv: list[str]) -> int:
     copied.add_argument("--with-graph", action="store_true", help="with the graph and its weights: runs on any PC")
     commands.add_parser("preflight", help="whether this machine can run the toolkit")
     args = parser.parse_args(argv)
+    if args.command == "ask" and not args.prompt and args.configfile and not args.configfile[-1].exists():
+        args.prompt = str(args.configfile.pop())  # the question, after the files
     try:
-        return _run(args)
+        code = _run(args)
+        sys.stdout.flush()
+        return code
     except (ConfigError, ValueError) as error:
         print(f"kvgate {args.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `table | head`: nobody reads on, nor what is left in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"kvgate {args.command}: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"kvgate {args.command}: {where}{error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _configfile(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument("--configfile", type=Path, nargs="+", action="extend", default=[], help=text)
 
 
 def _folders(command: argparse.ArgumentParser) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from kvgate import keys
+
 KINDS = ("models", "weights", "strategies", "quants", "programs", "thresholds", "boards")
 _PACKAGE = Path(__file__).parent
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -37,11 +39,14 @@ def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
 
 
 def override(files: list[Path], text: str) -> dict[str, Any]:
-    """What Snakemake's own config would be: the files of --configfile, then JSON over them. Raises ConfigError."""
+    """What Snakemake's own config would be: the files of --configfile, then JSON over them, as keys.pack has it.
+
+    Raises ConfigError.
+    """
     merged: Any = {}
     for path in files:
         merged = _over(merged, _read(Path(), str(path)))
-    return _over(merged, json.loads(text)) if text else merged
+    return _over(merged, keys.unpack(text)) if text else merged
 
 
 def _read(base: Path, path: str) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import signal
 import subprocess
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any, BinaryIO, cast
+from zlib import compress
 
 from kvgate import drivers, record
 from kvgate.board import wire
@@ -25,12 +27,13 @@ from kvgate.board import wire
 BANNER = 1 << 16  # bytes that a login may print before the marker
 _KEPT = 1 << 14  # bytes of the end of stderr
 
-# Runs on the board as `python -c BOOT WORK SHA256 SIZE`, on whatever Python that is: takes the agent in where it is not
-# there yet, and becomes it. Written to its whole name only after its checksum is right.
+# Runs on the board with the words WORK SHA256 SIZE, on whatever Python that is: takes the agent in where it is not
+# there yet, and becomes it. Written to its whole name only after its checksum is right. What it says begins with that
+# checksum, as a greeting could begin with KVGATE.
 BOOT = r"""
 import errno, hashlib, os, sys
 def say(text):
-    os.write(1, ("\nKVGATE " + text + "\n").encode())
+    os.write(1, ("\nKVGATE " + sys.argv[2] + " " + text + "\n").encode())
 def boot(work, sha, size):
     if sys.version_info < (3, 9):
         return "python Python %d.%d, allowed: 3.9 or newer" % sys.version_info[:2]
@@ -75,6 +78,11 @@ sys.exit(3)
 """
 
 
+# The same as one plain word: csh and tcsh, which may be the login shell, take no line break in quotes, and no "!".
+_PACKED = b64encode(compress(BOOT.encode())).decode()
+WORD = f'exec(__import__("zlib").decompress(__import__("base64").b64decode("{_PACKED}")))'
+
+
 class Trouble(Exception):
     """A board could not do what it was asked. again: that says nothing of the row, the next run asks it again."""
 
@@ -86,7 +94,7 @@ class Trouble(Exception):
 
     def blocked(self, **facts: Any) -> record.Blocked:
         """As the record of a stage."""
-        facts |= {"again": True} if self.again else {}
+        facts |= {"again": True} if self.again or self.kind == "no_space" else {}
         return record.Blocked(self.reason, [record.finding(self.kind, self.reason)], **facts)
 
 
@@ -117,6 +125,7 @@ class Link:
     def __init__(self, board: Mapping[str, Any], agent: bytes, seconds: float, limits: Limits) -> None:
         """board: a checked entry of boards.yaml. agent: the zip app. seconds: for everything."""
         self.board, self.agent, self.limits = dict(board), agent, limits
+        self._sha = hashlib.sha256(agent).hexdigest()
         self.driver = drivers.of(self.board)
         self.where = ""  # what the agent last said that it does
         self._end = time.monotonic() + seconds
@@ -162,8 +171,7 @@ class Link:
         return bool(select.select([self._out], [], [], 0)[0])
 
     def _start(self) -> None:
-        sha = hashlib.sha256(self.agent).hexdigest()
-        remote = [self.board["python"], "-c", BOOT, self.board["work"], sha, str(len(self.agent))]
+        remote = [self.board["python"], "-c", WORD, self.board["work"], self._sha, str(len(self.agent))]
         try:
             command = self.driver.command(self.board, remote)
             self._process = subprocess.Popen(
@@ -197,7 +205,7 @@ class Link:
         self._frames = True
 
     def _marker(self) -> str:
-        """`have` or `need`: the next line that begins with KVGATE, after whatever the login prints."""
+        """`have` or `need`: of the next line that begins with KVGATE and the agent's checksum; logins print too."""
         left = BANNER
         with self._within(self.limits.connect, "the start of Python on the board"):
             while left > 0:
@@ -205,7 +213,7 @@ class Link:
                 if not line:
                     raise self._lost()
                 left -= len(line)
-                word, _, text = line.decode(errors="replace").partition(" ")
+                word, _, text = line.decode(errors="replace").partition(f" {self._sha} ")
                 if word == "KVGATE":
                     kind, _, text = text.strip().partition(" ")
                     if kind in ("have", "need"):

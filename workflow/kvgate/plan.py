@@ -101,6 +101,10 @@ class Plan:
             self._ordered = list(ordered.values())
         return self._ordered
 
+    def made(self) -> list[Node]:
+        """Every job that was asked for so far, also those of no sweep, like a diagnosis."""
+        return list(self._nodes.values())
+
     def of_stage(self, stage: str) -> list[Node]:
         return [node for node in self.nodes() if node.stage == stage]
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,8 @@ def begin(plan: "Plan", todo: "dict[str, tuple[Node, list[str]]]", results: Path
         lines.append(f"  {stage}: " + "; ".join(f"{n} ({why})" for why, n in counts.items()))
     if write and todo:
         jobs = {path: _expected(results / path, node.stage) for path, (node, _) in todo.items()}
-        record.write(results / RUN, {"started": time.time(), "jobs": jobs})
+        with suppress(OSError):  # a disk that takes nothing: the jobs say so
+            record.write(results / RUN, {"started": time.time(), "jobs": jobs})
     return lines
 
 
@@ -69,6 +71,7 @@ def title(job: Job) -> str:
 
 def finished(job: Job, body: dict[str, Any], seconds: float) -> str:
     status = body["status"] if body["status"] == "ok" else f"blocked: {body['reason']}"
+    status += "; the next run tries again" if body.get("again") else ""
     return f"{title(job)}: {status}, {clock(seconds)}{_left(job)}"
 
 

@@ -9,11 +9,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvgate import digest, keys, progress, record
+from kvgate import digest, keys, machine, progress, record
 from kvgate.job import Job
 
 _HEARTBEAT = 30.0  # seconds between lines on the terminal while a job works
@@ -30,24 +30,29 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
     job = Job(stage, key["wildcards"], key["config"], inputs, results, base)
     job.folder.mkdir(parents=True, exist_ok=True)
     with _alone(job), _captured(log) as terminal, _heartbeat(job, log, terminal):
-        started = time.monotonic()
-        job.record.unlink(missing_ok=True)
         try:
-            body = _body(job, key)
+            return _made(job, key, terminal)
         except KeyboardInterrupt:
             return 130
         except BaseException as error:
-            traceback.print_exc()
-            where = f"; see {log}" if log else ""
+            with suppress(OSError):  # the log may lie on the disk that is full
+                traceback.print_exc()
             last = traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
-            print(f"{progress.title(job)}: failed: {last}{where}", file=terminal, flush=True)
+            said = f"failed: {machine.cause(error, job.folder) or last}" + (f"; see {log}" if log else "")
+            print(f"{progress.title(job)}: {said}", file=terminal, flush=True)
             return 1
-        cost = {"seconds": round(time.monotonic() - started, 2), "peak_mb": _peak_mb()}
-        record.write(progress.cost_path(job.record), cost)
-        record.write(job.record, body)
-        print(progress.finished(job, body, cost["seconds"]), file=terminal, flush=True)
-        if body.get("announce"):
-            print(body["announce"], file=terminal, flush=True)
+
+
+def _made(job: Job, key: dict[str, Any], terminal: TextIO) -> int:
+    started = time.monotonic()
+    job.record.unlink(missing_ok=True)
+    body = _body(job, key)
+    cost = {"seconds": round(time.monotonic() - started, 2), "peak_mb": _peak_mb()}
+    record.write(progress.cost_path(job.record), cost)
+    record.write(job.record, body)
+    print(progress.finished(job, body, cost["seconds"]), file=terminal, flush=True)
+    if body.get("announce"):
+        print(body["announce"], file=terminal, flush=True)
     return 0
 
 
@@ -58,9 +63,23 @@ def _body(job: Job, key: dict[str, Any]) -> dict[str, Any]:
         if not getattr(module, "TAKES_BLOCKED", False):
             _pass_on(job)
         return {"status": "ok", **module.run(job), **state}
-    except record.Blocked as why:
-        print(f"blocked: {why.reason}", file=sys.stderr)
+    except Exception as error:
+        why = _as_data(error, job.folder)
+        if why is None:
+            raise
+        with suppress(OSError):  # the log may lie on the disk that is full
+            if why is not error:
+                traceback.print_exc()
+            print(f"blocked: {why.reason}", file=sys.stderr)
         return {"status": "blocked", "reason": why.reason, "findings": why.findings, **why.facts, **state}
+
+
+def _as_data(error: Exception, folder: Path) -> record.Blocked | None:
+    """What a stage expects, and what lies in the machine, which the next run takes up again. None for a mistake."""
+    cause = machine.cause(error, folder)
+    if cause:
+        return record.Blocked(cause, [record.finding("machine", cause)], again=True)
+    return error if isinstance(error, record.Blocked) else None
 
 
 def _pass_on(job: Job) -> None:
@@ -96,14 +115,27 @@ def _peak_mb() -> int:
 def _alone(job: Job) -> Iterator[None]:
     """One process at a time makes a result: a job that outlived a killed snakemake may still be at it."""
     path = job.folder / f".{job.stage}.lock"
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{progress.title(job)}: another process is making this; waiting for it", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        path.unlink(missing_ok=True)
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{progress.title(job)}: another process is making this; waiting for it", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is(path, file):  # removed by the one that was waited for: a third one may hold a new file
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -122,7 +154,12 @@ def _captured(log: Path | None) -> Iterator[TextIO]:
             yield terminal
         finally:
             for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
-                stream.flush()
+                try:
+                    stream.flush()
+                except OSError:  # a full disk takes no more of the log: the rest goes nowhere
+                    with Path(os.devnull).open("wb") as nowhere:
+                        os.dup2(nowhere.fileno(), descriptor)
+                    stream.flush()
                 os.dup2(kept[descriptor - 1], descriptor)
                 os.close(kept[descriptor - 1])
 

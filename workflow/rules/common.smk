@@ -1,5 +1,6 @@
 # The plan, and functions that rules take their inputs, keys and records from. No rules here.
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,7 +11,10 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 if str(BASE / "workflow") not in sys.path:
     sys.path.insert(0, str(BASE / "workflow"))
 
-from kvgate import keys, preflight, progress, sweep
+from snakemake.logging import logger
+from snakemake.settings.types import Quietness
+
+from kvgate import keys, preflight, progress, sweep, terminal
 from kvgate.config import ConfigError
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
@@ -22,6 +26,24 @@ except (ConfigError, ValueError) as error:
     sys.exit(f"kvgate: {error}")  # one line; a WorkflowError would add a trace
 
 
+def moved(path):
+    """Where another workflow, whose module this one is, wants a path of ours: its `prefix` or `replace_prefix`."""
+    return str(workflow.modifier.path_modifier.replace_prefix(path))
+
+
+RESULTS = moved("results/.").removesuffix("/.")
+if any(moved(f"results/{path}") != f"{RESULTS}/{path}" for path in RECORDS.values()):
+    sys.exit("kvgate: replace_prefix: got a part of results, allowed: the whole folder")
+# A module's Snakefile is read again for each `use rule x from it as ... with`: what there is to say, the first says.
+COPIES = workflow.__dict__.setdefault("kvgate", [])
+FIRST = RESULTS not in COPIES
+if not FIRST and workflow.modifier.rule_whitelist is None:
+    sys.exit(
+        f"kvgate: this workflow uses it twice for {RESULTS}: give each module a prefix of its own"
+    )
+COPIES.append(RESULTS)
+
+STALE = {}  # what our own comparison asks for, by record
 BEGUN = []  # holds something once the first rule was asked for its inputs
 
 
@@ -30,13 +52,13 @@ def record(stage):
 
 
 def records(stage):
-    return lambda w: [
-        f"results/{node.record}" for node in PLAN.of_stage(stage) if begin()
+    return lambda w: begin() and [
+        f"results/{node.record}" for node in PLAN.of_stage(stage)
     ]
 
 
 def inputs(stage):
-    return lambda w: [f"results/{path}" for path in node(stage, w).reads if begin()]
+    return lambda w: begin() and [f"results/{path}" for path in node(stage, w).reads]
 
 
 def node(stage, wildcards):
@@ -55,7 +77,17 @@ def log_of(stage):
 
 
 def command(stage):
-    return f"python -m kvgate {stage} {{params.key:q}} --log {{log:q}}"
+    return f"{program(stage)} {{params.key:q}} --log {{log:q}}"
+
+
+def asking(name):
+    """A command that asks about the sweep, prints what it finds, and ends as it ends."""
+    return f"{program(name)} --config {{params.config:q}} 2>&1 | tee {{log:q}}; exit ${{{{PIPESTATUS[0]}}}}"
+
+
+def program(name):
+    folder = shlex.quote(RESULTS).replace("{", "{{").replace("}", "}}")
+    return f"python -m kvgate {name} --results {folder}"
 
 
 def build_mb(w):
@@ -63,18 +95,17 @@ def build_mb(w):
 
 
 def begin():
-    """Once: say what there is to do, and let our own comparison of keys decide what is stale.
+    """Once: let our own comparison of keys decide what is stale.
 
     Snakemake compares a key only with what its own metadata remembers: a lost .snakemake, a restored file or results
     from elsewhere would pass as current. The records themselves hold their keys, so a stale one is forced.
     """
-    if BEGUN or not workflow.is_main_process:
+    if BEGUN or not FIRST or not workflow.is_main_process:
         return True
     BEGUN.append(True)
-    results = Path("results")
-    stale = progress.stale(PLAN, results)
+    STALE.update(progress.stale(PLAN, Path(RESULTS)))
     # Missing ones too: else a removed record between two that exist would not be made again.
-    workflow.dag.forcefiles.update(f"results/{path}" for path in stale)
+    workflow.dag.forcefiles.update(f"{RESULTS}/{path}" for path in STALE)
     # One whole row early: a mistake shows after minutes, not hours. With it the exporters' rows, whose builds take
     # several times as long as any other: begun last, one of them would run alone at the end.
     first = next((row for row in PLAN.rows if row.quant == "fp16"), PLAN.rows[0])
@@ -87,15 +118,33 @@ def begin():
         ),
     ]
     workflow.dag.priorityfiles.update(
-        f"results/{PLAN.node('judge', row.wildcards()).record}" for row in early
-    )
-    lines = progress.begin(PLAN, stale, results, write=not workflow.dryrun)
-    problem = preflight.problem()
-    print(
-        "\n".join([*lines, *([f"kvgate: {problem}"] if problem else [])]),
-        file=sys.stderr,
+        f"{RESULTS}/{PLAN.node('judge', row.wildcards()).record}" for row in early
     )
     return True
+
+
+def planned():
+    """Lines on the jobs that this run will run, which is Snakemake's word; why, ours where we have one."""
+    needed = {path: job for job in workflow.dag.needrun_jobs() for path in job.output}
+    todo = {}
+    for node in PLAN.made():
+        job = needed.get(f"{RESULTS}/{node.record}")
+        if job:
+            others = (node, terminal.reasons(workflow.dag.reason(job)))
+            todo[node.record] = STALE.get(node.record, others)
+    write = not (workflow.dryrun or workflow.touch)
+    lines = progress.begin(PLAN, todo, Path(RESULTS), write)
+    problem = preflight.problem()
+    return [*lines, *([f"kvgate: {problem}"] if problem else [])]
+
+
+if FIRST and workflow.is_main_process:
+    # As a module it is a guest: the other workflow's lines stay.
+    settings = workflow.output_settings
+    alone = not settings.verbose and Quietness.PROGRESS in (settings.quiet or ())
+    terminal.Lines(planned, alone and workflow.modifier.namespace is None).attach(
+        logger
+    )
 
 
 # One job at a time on a board, boards side by side: a resource a device, of which there is one. Entries of one device,

@@ -6,9 +6,9 @@ rule gate:
         "results/logs/gate.log",
     localrule: True
     params:
-        config=canonical(config),
+        config=keys.pack(canonical(config)),
     shell:
-        "python -m kvgate gate --config {params.config:q} 2>&1 | tee {log:q}; exit ${{PIPESTATUS[0]}}"
+        asking("gate")
 
 
 rule audit:
@@ -16,6 +16,6 @@ rule audit:
         "results/logs/audit.log",
     localrule: True
     params:
-        config=canonical(config),
+        config=keys.pack(canonical(config)),
     shell:
-        "python -m kvgate audit --config {params.config:q} 2>&1 | tee {log:q}; exit ${{PIPESTATUS[0]}}"
+        asking("audit")

@@ -15,10 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kvgate import machine
 from kvgate.compiler import log, platforms
 from kvgate.compiler.request import TUNABLES, Request
-from kvgate.record import finding
+from kvgate.record import Blocked, finding
 
+# What a process does to itself; other signals come from somebody, or from the machine.
+_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 CHILD = (sys.executable, "-m", "kvgate.compiler.child")
 
 
@@ -27,10 +30,15 @@ class Outcome:
     """How a child ended. reason is empty where all went well; seconds by phase (wall); peak in bytes."""
 
     reason: str
-    kind: str = ""  # `refused`, `gate`, `crash`, `memory`, `hang`
+    kind: str = ""  # `refused`, `gate`, `crash`, `hang`; of the machine's: `memory`, `disk`, `signal`
     findings: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     peak: int = 0
+
+    def blocked(self, what: str = "") -> Blocked:
+        """As the record of a stage; what lies in the machine is taken up again by the next run. what: goes before."""
+        again = {"again": True} if self.kind in ("memory", "disk", "signal") else {}
+        return Blocked(f"{what}{self.reason}", self.findings, **again)
 
 
 def version() -> str:
@@ -76,7 +84,7 @@ def compile(
             hung = process.poll() is None
             _kill(process)
     text = log_file.read_text(errors="replace")
-    outcome = _outcome(Path(request.result), process.returncode, last if hung else "", timeout, text)
+    outcome = _outcome(Path(request.result), process.returncode, last if hung else "", timeout, text, folder)
     return replace(outcome, findings=outcome.findings + log.findings(text))
 
 
@@ -140,7 +148,7 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Outcome:
+def _outcome(path: Path, code: int, hung: str, timeout: float, text: str, folder: Path) -> Outcome:
     result = json.loads(path.read_text()) if path.is_file() else {}
     if result.get("bug"):
         raise RuntimeError(f"in phase {result['phase']}: {result['bug']}")
@@ -151,7 +159,7 @@ def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Out
         reason, kind = _ended(code, text, error)
     elif result["reason"]:
         reason, kind = result["reason"], "refused"
-        if _memory(reason):
+        if machine.memory(reason):
             reason, kind = f"out of memory: {reason}", "memory"
         # A return code says nothing, and the simulator returns None: the log's last error line has the cause.
         if error and ("returned -" in reason or "no outputs" in reason):
@@ -163,7 +171,12 @@ def _outcome(path: Path, code: int, hung: str, timeout: float, text: str) -> Out
         gates = result["facts"].get("gates", [])
         reason, kind = (gates[0]["text"], "gate") if gates else ("", "")
         return Outcome(reason, kind, gates, result["seconds"], result["peak"])
-    reason = log.bare(reason)
+    # What it wrote still fills the disk: the caller has not removed it yet.
+    disk = machine.disk(f"{reason}\n{error}" if result else text, folder) or machine.full(folder)
+    if disk and not hung:
+        reason, kind = disk, "disk"
+    else:
+        reason = log.bare(reason)
     found = [finding(kind, reason)]
     return Outcome(reason, kind, found, result.get("seconds", {}), result.get("peak", 0))
 
@@ -173,16 +186,14 @@ def _ended(code: int, text: str, error: str) -> tuple[str, str]:
     last = f"; its last error: {error}" if error else ""
     if code == -signal.SIGKILL:
         return f"the toolkit's process was killed by signal 9, as the kernel does when memory runs out{last}", "memory"
-    if _memory(text):
+    if machine.memory(text):
         return f"the toolkit's process ran out of memory{last}", "memory"
     if code < 0:
         name = signal.Signals(-code).name
+        if -code not in _OWN:
+            return f"the toolkit's process was ended by signal {-code} ({name})", "signal"
         return f"the toolkit's process crashed with signal {-code} ({name}){last}", "crash"
     return f"the toolkit's process ended with code {code} and no result{last}", "crash"
-
-
-def _memory(text: str) -> bool:
-    return any(word in text for word in ("MemoryError", "bad_alloc", "Cannot allocate memory", "failed to map segment"))
 
 
 def scratch(folder: Path, name: str = ".work") -> Path:

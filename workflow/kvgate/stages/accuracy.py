@@ -93,7 +93,7 @@ def _analyse(job: Job, source: build.Source, feeds: Mapping[str, Array], work: P
     outcome = toolkit.compile(request, work, job.folder / "accuracy.log", job.config["timeout"], command=COMMAND)
     record.write(job.folder / "accuracy.phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
     if outcome.reason:
-        raise record.Blocked(f"accuracy analysis: {outcome.reason}", outcome.findings)
+        raise outcome.blocked("accuracy analysis: ")
     return record.read(Path(request.result))["facts"]
 
 

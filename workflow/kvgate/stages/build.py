@@ -6,7 +6,7 @@ observations/{program}.npz, and beside them toolkit.log and phases.json, which d
 """
 
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
     if outcome.reason:
         names = gates.long_names(model)
         long = f"; a name of {len(names[0])} characters, allowed: {gates.NAME_LIMIT}: {names[0]}" if names else ""
-        raise record.Blocked(outcome.reason + long, outcome.findings)
+        raise replace(outcome, reason=outcome.reason + long).blocked()
     _hold([x for x in outcome.findings if x["kind"] == "random_weights"], outcome.findings)
     built = artifact.read(Path(request.artifact))
     if built.custom != request.custom:

@@ -59,7 +59,7 @@ def _compile(probe: selftests.Probe, folder: Path, platform: str, timeout: float
         )
         outcome = toolkit.compile(request, work, folder / "toolkit.log", timeout)
         if outcome.reason:
-            raise record.Blocked(f"self test {probe.name}: {outcome.reason}", outcome.findings)
+            raise outcome.blocked(f"self test {probe.name}: ")
         Path(request.artifact).replace(folder / "model.rknn")
     finally:
         shutil.rmtree(work, ignore_errors=True)
