@@ -56,7 +56,7 @@ def test_one_row_a_tuple_with_every_column(root):
     fail = read[2]
     assert float(fail["kv_l2_worst"]) == pytest.approx(0.7, rel=1e-5)
     place = [fail[f"kv_worst_{x}"] for x in ("layer", "tensor", "position", "history")]
-    assert place == ["1", "key", "4", "isolated"]
+    assert place == ["1", "key", "7", "isolated"]
     assert (fail["top1"], fail["tokens_16"], fail["tokens_end"]) == ("27/27", "1/1", "1/1")
     assert fail["predicted_cycles"] == "36400000"
     assert fail["risks"] == "F1 rank-4 cache: may be misread on a board"

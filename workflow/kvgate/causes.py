@@ -116,6 +116,12 @@ def permuted(e: Evidence) -> str:
     return text.split(": ", 1)[-1]
 
 
+def recognised(e: Evidence) -> str:
+    """Keys that another rotation turned, a window that hides nothing."""
+    text = next((str(f["text"]) for f in e.findings if f["kind"] in ("rotation", "window")), "")
+    return text.split(": ", 1)[-1]
+
+
 def not_a_number(e: Evidence) -> str:
     found = {f["kind"] for f in e.findings} & {"nan", "inf"}
     if not found:
@@ -223,6 +229,7 @@ def is_range(finding: Mapping[str, Any]) -> bool:
 RULES: tuple[Callable[[Evidence], str], ...] = (
     out_of_range,
     permuted,
+    recognised,
     not_a_number,
     constant,
     first_token,
