@@ -47,8 +47,8 @@ def compare(
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """The body of metrics.json, and the arrays of metrics.npz: `{history}/{field of Steps}`.
 
-    seen: what `observe.observe` returned. off: the L2 above which a wrong rotation or window is looked for. Raises ValueError where nothing can be compared, or a tensor of the
-    contract was not observed.
+    seen: what `observe.observe` returned. off: the L2 above which a wrong rotation or window is looked for. Raises
+    ValueError where nothing can be compared, or a tensor of the contract was not observed.
     """
     histories: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
@@ -228,7 +228,7 @@ def text(trace: Trace, seen: Mapping[str, Array]) -> dict[str, Any]:
 def counted(
     contract: Contract, trace: Trace, seen: Mapping[str, Array], histories: Sequence[str], isolated: int
 ) -> dict[str, dict[str, int]]:
-    """Of every history of a program the steps that there are (`got`) and those that it has (`of`); of `free` its tokens.
+    """Of every history of a program the steps that there are (`got`) and that it has (`of`); of `free` its tokens.
 
     Steps count as far as they stand at the positions that the program has, in order.
     """
@@ -287,7 +287,11 @@ def _first(arrays: Mapping[str, Array], history: str, name: str, limit: float) -
     if not len(over):
         return []
     n, *inside = (int(i) for i in over[0])
-    at = {"value": number(values[n, *inside]), "step": n, "position": int(arrays[f"{history}/positions"][n])}
+    at: dict[str, Any] = {
+        "value": number(values[n, *inside]),
+        "step": n,
+        "position": int(arrays[f"{history}/positions"][n]),
+    }
     at |= {"layer": inside[0], "tensor": symptoms.TENSORS[inside[1]]} if inside else {}
     where = f"layer {at['layer']} {at['tensor']}, " if inside else ""
     text = f"{history}: {name} {at['value']} at {where}position {at['position']}, allowed {limit:g}"

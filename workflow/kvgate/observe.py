@@ -70,7 +70,7 @@ def spread(count: int, positions: int) -> list[int]:
 
 
 def planned(trace: Trace, capacity: int, histories: Sequence[str], isolated: int) -> dict[str, list[int]]:
-    """The positions of the steps that each history has, in order; a free run's are the forced run's, which it begins as."""
+    """The positions of each history's steps, in order; a free run begins as the forced run, which it needs."""
     # A prompt's last generated token is read by nobody; a text's last token is fed to see its K/V and the last slot.
     fed = len(trace.tokens) - (trace.prompt < len(trace.tokens))
     room = min(fed, capacity)
