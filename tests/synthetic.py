@@ -84,14 +84,15 @@ def off(array: np.ndarray, error: float) -> np.ndarray:
 class Results:
     """A results folder with one row, written as the stages before verify would."""
 
-    def __init__(self, root: Path, row: dict[str, str] | None = None) -> None:
+    def __init__(self, root: Path, row: dict[str, str] | None = None, dtype: str | None = None) -> None:
+        """dtype: of the artifact; the quant's name where none is given."""
         self.root, self.row = root, row or ROW
         self.names = self.row | {"part": "decode"}
         self.programs: dict[str, dict[str, list[str]]] = {}
         facts = {"logits_l2": 2e-6, "kv_l2": 1e-6, "disturbed": 0.0, "steps": 27, "top1": 27}
         self.write("check", {"status": "ok", "findings": [], "programs": {"capital": facts}})
         self.contract(contract())
-        identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": self.row["quant"]}}}
+        identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": dtype or self.row["quant"]}}}
         record.write(self.path("build").with_name("contract.json"), {"identity": identity})
         record.write_bytes(self.path("build").with_name("model.rknn"), f"artifact {self.row['quant']}".encode())
         record.write_bytes(self.path("export").with_name("model.onnx"), b"a graph")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
-from kvgate import behaviour, causes, config, gates, kinds, record
+from kvgate import behaviour, causes, compare, config, gates, kinds, record
 from synthetic import judged, off
 
 OF = synthetic.trace()
@@ -180,14 +180,14 @@ def test_a_free_run_that_stopped_early_fails_by_its_count(tmp_path):
     assert "5 of 19 tokens compared" in [g["text"] for g in verdict["gates"]]
 
 
-def test_metrics_with_fewer_steps_than_they_say_fail(tmp_path):
-    results = synthetic.Results(tmp_path)
-    results.verify("capital", OF, synthetic.observation(OF))
-    path = results.path("verify").parent / "capital" / "metrics.npz"
-    with np.load(path) as file:
-        arrays = {k: v[:2] if k.startswith("forced/") else v for k, v in file.items()}
-    np.savez(path, **arrays)
-    assert results.judge()["reason"] == "2 of 23 steps compared at forced run of capital"
+def test_metrics_with_fewer_steps_than_they_say_fail():
+    seen = synthetic.observation(OF)
+    body, arrays = compare.compare(synthetic.contract(), OF, seen)
+    body["steps"] = compare.counted(synthetic.contract(), OF, seen, ("isolated", "forced"), synthetic.ISOLATED)
+    assert {g.verdict for g in gates.judge("capital", body, arrays, synthetic.THRESHOLDS)} == {"pass"}
+    cut = {k: v[:2] if k.startswith("forced/") else v for k, v in arrays.items()}
+    failed = [g for g in gates.judge("capital", body, cut, synthetic.THRESHOLDS) if g.verdict == "fail"]
+    assert [(g.name, g.text, g.history) for g in failed] == [("compared", "2 of 23 steps compared", "forced")]
 
 
 def test_a_row_whose_own_cache_was_not_run_to_its_last_slot_is_red(tmp_path):
@@ -424,6 +424,34 @@ def test_a_remedy_of_weights_alone_whatever_the_quant():
     remedy = causes.remedy(evidence(findings=[{"kind": "nan", "text": ""}]))
     assert "scaled" in remedy.beyond({"weights": "plain", "quant": "fp16"})
     assert remedy.beyond({"weights": "scaled", "quant": "w8a8"}) == ""
+
+
+def test_only_an_order_of_axes_is_against_rank_4():
+    def remedy(how):
+        text = f"isolated: values permuted, not imprecise: key of layer 0 {how}"
+        return causes.remedy(evidence(findings=[{"kind": "permuted", "text": text}]))
+
+    assert remedy("NCHW read as NHWC") is causes.RANK_3
+    assert remedy("has its heads permuted: 1, 0") is causes.NOTHING
+
+
+def test_a_wrong_rotation_and_a_window_that_hides_nothing_are_causes(tmp_path):
+    """From layer 0's keys alone: they follow from the token and its position, and no cache."""
+
+    def turn(seen):
+        for history in ("isolated", "forced"):
+            keys, late = seen[f"{history}/key.0"], seen[f"{history}/positions"] > 0
+            x, y = keys[late, :, :4].copy(), keys[late, :, 4:].copy()
+            keys[late, :, :4], keys[late, :, 4:] = -y, x
+
+    verdict = judged(tmp_path, turn)
+    assert verdict["cause"] == "keys of layer 0 turned by other angles than the reference's, from position 1 on"
+    assert (verdict["first"]["gate"], verdict["first"]["layer"]) == ("kv_l2", 0)
+    window = {
+        "kind": "window",
+        "text": "forced: off from position 8 on, the first where the window of 8 tokens hides a slot",
+    }
+    assert causes.explain(evidence(findings=[window])).startswith("off from position 8 on, the first where the window")
 
 
 def test_what_remedies_name_is_shipped():

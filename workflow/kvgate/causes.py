@@ -58,6 +58,8 @@ def remedy(evidence: Evidence) -> Remedy:
     rule = next((rule for rule in RULES if rule(evidence)), None)
     if rule is not_covered and (saturated := clipped(evidence)):
         return Remedy(saturated["advice"])
+    if rule is permuted and "read as" not in rule(evidence):  # heads, tensors or slots, and no order of axes
+        return NOTHING
     if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
         return _BY_DTYPE.get(evidence.dtype, NOTHING)
     return _REMEDIES.get(rule.__name__, NOTHING) if rule else NOTHING

@@ -94,6 +94,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "findings": findings,
         "figures": figures.figures(contract, build, metrics, arrays)
         | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
+        | {"dtype": evidence.dtype or "fp32"}
         | boards.figures(ran, inputs.get("simulator"), build),
     }
 
