@@ -326,7 +326,7 @@ def test_a_stale_verdict_is_red_in_the_gate_and_marked_in_the_table(root, capsys
     main(root, "default", rows(), behaviour.SHIPS, outdated)
     said = capsys.readouterr().out
     (line,) = [x for x in said.splitlines() if x.startswith("cpu_managed  fp16")]
-    assert re.match(r"cpu_managed +fp16 +pass \(stale\) ", line)
+    assert re.match(r"cpu_managed +fp16 +fp16 +pass \(stale\) ", line)
     assert "0 pass, 1 warn, 1 fail, 1 blocked, 1 stale: a plain run judges them again" in said
     assert "simulator-pass" not in said and "ship (warn): " in said
     main(root, "default", rows(), behaviour.SHIPS, dict.fromkeys((record_path("judge", x) for x in ROWS), "code"))

@@ -120,8 +120,9 @@ def permuted(e: Evidence) -> str:
 
 def recognised(e: Evidence) -> str:
     """Keys that another rotation turned, a window that hides nothing."""
-    text = next((str(f["text"]) for f in e.findings if f["kind"] in ("rotation", "window")), "")
-    return text.split(": ", 1)[-1]
+    found = [f for f in e.findings if f["kind"] in ("rotation", "window")]
+    first = min(found, key=lambda f: f["position"], default={"text": ""})
+    return str(first["text"]).split(": ", 1)[-1]
 
 
 def not_a_number(e: Evidence) -> str:
