@@ -448,7 +448,7 @@ def test_a_wrong_rotation_and_a_window_that_hides_nothing_are_causes(tmp_path):
     assert verdict["cause"] == "keys of layer 0 turned by other angles than the reference's, from position 1 on"
     assert (verdict["first"]["gate"], verdict["first"]["layer"]) == ("kv_l2", 0)
     said = "off from position 8 on, the first where the window of 8 tokens hides a slot"
-    window = {"kind": "window", "position": 8, "text": f"forced: {said}"}
+    window = {"kind": "no_window", "position": 8, "text": f"forced: {said}"}
     assert causes.explain(evidence(findings=[window])) == said
 
 

@@ -120,7 +120,7 @@ def permuted(e: Evidence) -> str:
 
 def recognised(e: Evidence) -> str:
     """Keys that another rotation turned, a window that hides nothing."""
-    found = [f for f in e.findings if f["kind"] in ("rotation", "window")]
+    found = [f for f in e.findings if f["kind"] in ("rotation", "no_window")]
     first = min(found, key=lambda f: f["position"], default={"text": ""})
     return str(first["text"]).split(": ", 1)[-1]
 

@@ -17,7 +17,7 @@ Array = np.ndarray
 
 HISTORIES = ("isolated", "forced")  # the free run is compared by its tokens: after a divergence nothing else can be
 TOKEN_STEPS = (0, 1, 2, 3, 16)  # generated steps whose tokens the table shows
-EXPLAINS = ("permuted", "rotation", "window")  # kinds of findings that say why the others are there
+EXPLAINS = ("permuted", "rotation", "no_window")  # kinds of findings that say why the others are there
 # Gates and tensors of findings, as a step computes them.
 _ORDER = ("key", "value", "kv_l2", "disturbed", "logits", "logits_l2", "top1")
 

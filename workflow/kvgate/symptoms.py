@@ -147,7 +147,7 @@ def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw:
     if position not in contract.windows:
         return []
     text = f"{history}: off from position {position} on, the first where the window of {position} tokens hides a slot"
-    return [record.finding("window", text, history=history, step=step, position=position)]
+    return [record.finding("no_window", text, history=history, step=step, position=position)]
 
 
 def _others(trace: Trace, position: int, layer: int, n: int) -> Iterator[tuple[str, Array]]:
