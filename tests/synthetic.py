@@ -13,10 +13,12 @@ import yaml
 from kvgate import behaviour, record
 from kvgate import contract as c
 from kvgate.job import Job, record_path
-from kvgate.observe import Trace
+from kvgate.observe import Trace, planned
 from kvgate.stages import judge, tabulate, verify
 
 LAYERS, HEADS, SIZE, VOCABULARY, TOKENS, PROMPT = 3, 2, 8, 40, 24, 5
+CAPACITY = TOKENS - 1  # what a chat fills: its last token is read by nobody
+ISOLATED = 4
 HISTORIES = ("isolated", "forced")
 THRESHOLDS = yaml.safe_load((Path(__file__).parent.parent / "config" / "thresholds.yaml").read_text())
 TUPLE = {"model": "tiny", "weights": "plain", "strategy": "cpu_managed", "platform": "rk3576", "quant": "fp16"}
@@ -35,33 +37,33 @@ BUILD = {
 
 
 def contract(**changes: Any) -> c.Contract:
-    cache = c.Cache(capacity=TOKENS)
+    cache = c.Cache(capacity=CAPACITY)
     layers = tuple(c.Layer(HEADS, SIZE, SIZE) for _ in range(LAYERS))
     inputs = (c.Tensor("embedding", c.EMBEDDING, (1, 1, 4)), c.Tensor("rotation.0", c.ROTATION, (1, SIZE, 1, SIZE)))
     outputs = (c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, layers, 1, ".out"))
     made = c.Contract(
         "cpu_managed", "decode", "recipe", "", VOCABULARY, 4, cache, layers, (None,),
-        (*inputs, *c.cache_tensors(cache, layers, TOKENS)), outputs, "",
+        (*inputs, *c.cache_tensors(cache, layers, CAPACITY)), outputs, "",
     )  # fmt: skip
     return replace(made, **changes)
 
 
-def trace(text: bool = False) -> Trace:
+def trace(text: bool = False, tokens: int = TOKENS) -> Trace:
     """Random K and V; logits whose best token is the next one, by a margin of 5."""
     rng = np.random.default_rng(7)
-    tokens = rng.integers(0, VOCABULARY, TOKENS)
-    logits = rng.normal(size=(TOKENS, VOCABULARY)).astype(np.float32)
-    logits[np.arange(TOKENS), np.roll(tokens, -1)] = logits.max(axis=1) + 5
-    kv = rng.normal(size=(2, LAYERS, TOKENS, HEADS, SIZE)).astype(np.float32)
-    return Trace(tokens, TOKENS if text else PROMPT, not text, (int(tokens[-1]),), list(kv[0]), list(kv[1]), logits)
+    ids = rng.integers(0, VOCABULARY, tokens)
+    logits = rng.normal(size=(tokens, VOCABULARY)).astype(np.float32)
+    logits[np.arange(tokens), np.roll(ids, -1)] = logits.max(axis=1) + 5
+    kv = rng.normal(size=(2, LAYERS, tokens, HEADS, SIZE)).astype(np.float32)
+    return Trace(ids, tokens if text else PROMPT, not text, (int(ids[-1]),), list(kv[0]), list(kv[1]), logits)
 
 
 def observation(of: Trace) -> dict[str, np.ndarray]:
     """What a perfect backend returns."""
-    fed = TOKENS - (of.prompt < TOKENS)
     assert of.logits is not None
     found = {}
-    for history, positions in (("isolated", np.array([0, 4, 11, fed - 1])), ("forced", np.arange(fed))):
+    for history, steps in planned(of, CAPACITY, ("isolated", "forced"), ISOLATED).items():
+        positions = np.array(steps)
         found[f"{history}/positions"] = positions
         found[f"{history}/tokens"] = of.tokens[positions]
         found[f"{history}/logits"] = of.logits[positions].copy()
@@ -69,7 +71,7 @@ def observation(of: Trace) -> dict[str, np.ndarray]:
         for i in range(LAYERS):
             found[f"{history}/key.{i}"] = of.keys[i][positions].copy()
             found[f"{history}/value.{i}"] = of.values[i][positions].copy()
-    if of.prompt < TOKENS:
+    if of.prompt < len(of.tokens):
         found |= {"free/tokens": of.tokens[PROMPT:].copy(), "free/diverged": np.array(-1)}
     return found
 
@@ -82,14 +84,15 @@ def off(array: np.ndarray, error: float) -> np.ndarray:
 class Results:
     """A results folder with one row, written as the stages before verify would."""
 
-    def __init__(self, root: Path, row: dict[str, str] | None = None) -> None:
+    def __init__(self, root: Path, row: dict[str, str] | None = None, dtype: str | None = None) -> None:
+        """dtype: of the artifact; the quant's name where none is given."""
         self.root, self.row = root, row or ROW
         self.names = self.row | {"part": "decode"}
         self.programs: dict[str, dict[str, list[str]]] = {}
         facts = {"logits_l2": 2e-6, "kv_l2": 1e-6, "disturbed": 0.0, "steps": 27, "top1": 27}
         self.write("check", {"status": "ok", "findings": [], "programs": {"capital": facts}})
         self.contract(contract())
-        identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": self.row["quant"]}}}
+        identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": dtype or self.row["quant"]}}}
         record.write(self.path("build").with_name("contract.json"), {"identity": identity})
         record.write_bytes(self.path("build").with_name("model.rknn"), f"artifact {self.row['quant']}".encode())
         record.write_bytes(self.path("export").with_name("model.onnx"), b"a graph")
@@ -121,8 +124,10 @@ class Results:
         histories: tuple[str, ...] = (),
         said: Sequence[dict] = (),
     ) -> dict:
-        """said: the trace's own findings."""
-        self.programs[program] = {"histories": list(histories)}
+        """histories: as the program asks for; those that were observed where none is given. said: the trace's own
+        findings."""
+        asked = histories or [h for h in ("isolated", "forced", "free") if f"{h}/tokens" in seen]
+        self.programs[program] = {"histories": list(asked)}
         path = self.path("trace", program=program)
         path.parent.mkdir(parents=True, exist_ok=True)
         record.write(path, {"status": "ok", "end_ids": list(of.end_ids), "findings": list(said)})
@@ -133,7 +138,7 @@ class Results:
             np.savez(file, **seen)
         inputs = {f"trace.{p}": self.path("trace", program=p) for p in self.programs}
         inputs |= {"export": self.path("export"), "observed": self.path("build"), "build": self.path("build")}
-        job = Job("verify", self.row, {"programs": self.programs}, inputs, self.root)
+        job = Job("verify", self.row, {"programs": self.programs, "isolated": ISOLATED}, inputs, self.root)
         body = {"status": "ok", **verify.run(job)}
         record.write(job.record, body)
         return body["programs"][program]

@@ -36,7 +36,7 @@ def prepared(root: Path, quant: dict[str, Any], change: Callable[[Any], None] = 
     names = {k: v for k, v in built.wildcards.items() if k != "part"} | {"backend": "simulator"}
     inputs = {"export": built.inputs["export"], "observed": built.record, "build": built.record}
     inputs["trace.text"] = built.inputs["trace.text"]
-    verified = Job("verify", names, {"programs": built.config["programs"]}, inputs, root)
+    verified = Job("verify", names, {k: built.config[k] for k in ("programs", "isolated")}, inputs, root)
     record.write(verified.record, {"status": "ok", **verify.run(verified)})
     inputs = built.inputs | {"build": built.record, "verify": verified.record}
     return Job("accuracy", names, built.config, inputs, root)

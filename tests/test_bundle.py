@@ -147,7 +147,8 @@ def test_a_row_that_no_longer_passes_loses_its_bundle(rows):
         "onnxruntime-pass",
         "simulator-warn",
     ]
-    record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "fail"})
+    strange = [{"name": "nan", "verdict": "fail"}]
+    record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "fail", "gates": strange})
     left = rows.tabulated(*verdicts, sweep="two")["bundles"]
     assert list(left) == [x for x in body["bundles"] if "/host/" in x]
     there = (rows.results / "bundles/two").rglob("bundle.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
-from kvgate import causes, config, gates, kinds, record
+from kvgate import behaviour, causes, compare, config, gates, kinds, record
 from synthetic import judged, off
 
 OF = synthetic.trace()
@@ -49,11 +49,11 @@ def test_kv_gate(tmp_path, error, expected):
             "layer": 1,
             "tensor": "value",
             "step": 1,
-            "position": 4,
+            "position": 7,
         }
         limit = "1.00 %" if expected == "fail" else "0.50 %"
         assert (
-            f"K/V delta {error:.2%}, allowed {limit} at layer 1 value, position 4".replace("%,", " %,")
+            f"K/V delta {error:.2%}, allowed {limit} at layer 1 value, position 7".replace("%,", " %,")
             in (verdict["reason"])
         )
 
@@ -98,7 +98,7 @@ def swapped(seen, margin, noise):
     other = (best + 1) % synthetic.VOCABULARY
     row += noise * np.where(np.arange(synthetic.VOCABULARY) % 2, 1, -1)
     row[other] = row[best] + 0.01
-    seen["free/tokens"] = np.append(OF.tokens[synthetic.PROMPT :][:2], other)
+    seen["free/tokens"] = np.append(OF.tokens[synthetic.PROMPT :][:2], [other] * 17)
     seen["free/diverged"] = np.array(2)
 
 
@@ -159,6 +159,63 @@ def test_a_permuted_tensor_is_the_reason(tmp_path):
     verdict = judged(tmp_path, change)
     assert verdict["reason"].startswith("values permuted, not imprecise: key of layer 1 written as (channels, heads)")
     assert (verdict["first"]["gate"], verdict["first"]["layer"]) == ("kv_l2", 1)
+
+
+@pytest.mark.parametrize("history", ["isolated", "forced"])
+def test_a_history_that_is_there_and_short_fails_by_its_count(tmp_path, history):
+    def cut(seen):
+        for name in seen:
+            if name.startswith(f"{history}/"):
+                seen[name] = seen[name][:2]
+
+    verdict = judged(tmp_path, cut)
+    assert verdict["verdict"] == "fail"
+    of = {"isolated": 4, "forced": 23}[history]
+    assert verdict["reason"] == f"2 of {of} steps compared at {history} run of capital"
+    assert verdict["cause"] == "" and behaviour.ships(verdict) == ""
+
+
+def test_a_free_run_that_stopped_early_fails_by_its_count(tmp_path):
+    verdict = judged(tmp_path, lambda seen: seen.update({"free/tokens": seen["free/tokens"][:5]}))
+    assert "5 of 19 tokens compared" in [g["text"] for g in verdict["gates"]]
+
+
+def test_metrics_with_fewer_steps_than_they_say_fail():
+    seen = synthetic.observation(OF)
+    body, arrays = compare.compare(synthetic.contract(), OF, seen)
+    body["steps"] = compare.counted(synthetic.contract(), OF, seen, ("isolated", "forced"), synthetic.ISOLATED)
+    assert {g.verdict for g in gates.judge("capital", body, arrays, synthetic.THRESHOLDS)} == {"pass"}
+    cut = {k: v[:2] if k.startswith("forced/") else v for k, v in arrays.items()}
+    failed = [g for g in gates.judge("capital", body, cut, synthetic.THRESHOLDS) if g.verdict == "fail"]
+    assert [(g.name, g.text, g.history) for g in failed] == [("compared", "2 of 23 steps compared", "forced")]
+
+
+def test_a_row_whose_own_cache_was_not_run_to_its_last_slot_is_red(tmp_path):
+    """Nor is one of isolated steps only: nobody has seen what its host half writes."""
+    results = synthetic.Results(tmp_path)
+    seen = {k: v for k, v in synthetic.observation(OF).items() if k.startswith("isolated/")}
+    results.verify("capital", OF, seen, ("isolated",))
+    integers = [{"name": t.name, "dtype": "int8"} for t in synthetic.contract().cache_inputs()]
+    results.write("build", synthetic.BUILD | {"boundary": {"inputs": integers}})  # no cause of this
+    verdict = results.judge()
+    assert verdict["cause"] == ""
+    said = "own cache reached slot 0 of 23; a forced text of 23 tokens reaches the last"
+    assert (verdict["verdict"], verdict["reason"]) == ("fail", said)
+    assert verdict["first"]["gate"] == "capacity" and behaviour.ships(verdict) == ""
+    short = synthetic.trace(tokens=20)
+    results.verify("capital", short, synthetic.observation(short))
+    assert results.judge()["reason"] == said.replace("slot 0", "slot 19")
+    results.verify("market", OF, synthetic.observation(OF))  # another program's reaches it
+    assert results.judge()["verdict"] == "pass"
+
+
+def test_a_cache_that_no_graph_keeps_has_no_last_slot(tmp_path):
+    results = synthetic.Results(tmp_path)
+    made = synthetic.contract()
+    results.contract(synthetic.contract(strategy="recompute", inputs=made.inputs[:2], outputs=made.outputs[:1]))
+    seen = {k: v for k, v in synthetic.observation(OF).items() if k.startswith("isolated/")}
+    results.verify("capital", OF, seen, ("isolated",))
+    assert results.judge()["verdict"] == "pass"
 
 
 def test_a_row_without_a_comparison_fails(tmp_path):
@@ -225,7 +282,7 @@ def test_findings_risks_and_figures_are_carried_over(tmp_path):
     assert verdict["risks"] == synthetic.BUILD["risks"]
     assert verdict["findings"] == [{"kind": "unknown_target", "text": "2 operators"}]
     figures = verdict["figures"]
-    assert figures["history_bytes"] == 4 * 3 * 2 * synthetic.TOKENS * 2 * 8  # float32: the build names no boundary
+    assert figures["history_bytes"] == 4 * 3 * 2 * synthetic.CAPACITY * 2 * 8  # float32: the build names no boundary
     assert figures["top1_equal"] == figures["top1_of"] == 27
     assert figures["tokens"] == dict.fromkeys(("0", "1", "2", "3", "16", "end"), "1/1")
 
@@ -233,7 +290,7 @@ def test_findings_risks_and_figures_are_carried_over(tmp_path):
 def test_bytes_follow_the_artifacts_boundary(tmp_path):
     names_ = [t.name for t in synthetic.contract().cache_inputs()]
     build = {"boundary": {"inputs": [{"name": n, "dtype": "float16"} for n in names_]}}
-    assert judged(tmp_path, build=build)["figures"]["history_bytes"] == 2 * 3 * 2 * synthetic.TOKENS * 2 * 8
+    assert judged(tmp_path, build=build)["figures"]["history_bytes"] == 2 * 3 * 2 * synthetic.CAPACITY * 2 * 8
 
 
 def test_bytes_of_a_boundary_of_several_dtypes_are_their_sum(tmp_path):
@@ -246,7 +303,7 @@ def test_bytes_of_a_boundary_of_several_dtypes_are_their_sum(tmp_path):
         }
     }
     found = judged(tmp_path, build=build)["figures"]
-    one = synthetic.TOKENS * 2 * 8  # values of a cache tensor
+    one = synthetic.CAPACITY * 2 * 8  # values of a cache tensor
     assert found["history_bytes"] == one * 2 + one * len(rest)
     assert found["delta_bytes"] == 2 * 2 * 8 * len(outputs)
 
@@ -372,6 +429,32 @@ def test_a_remedy_of_weights_alone_whatever_the_quant():
     assert remedy.beyond({"weights": "scaled", "quant": "w8a8"}) == ""
 
 
+def test_only_an_order_of_axes_is_against_rank_4():
+    def remedy(how):
+        text = f"isolated: values permuted, not imprecise: key of layer 0 {how}"
+        return causes.remedy(evidence(findings=[{"kind": "permuted", "text": text}]))
+
+    assert remedy("NCHW read as NHWC") is causes.RANK_3
+    assert remedy("has its heads permuted: 1, 0") is causes.NOTHING
+
+
+def test_a_wrong_rotation_and_a_window_that_hides_nothing_are_causes(tmp_path):
+    """From layer 0's keys alone: they follow from the token and its position, and no cache."""
+
+    def turn(seen):
+        for history in ("isolated", "forced"):
+            keys, late = seen[f"{history}/key.0"], seen[f"{history}/positions"] > 0
+            x, y = keys[late, :, :4].copy(), keys[late, :, 4:].copy()
+            keys[late, :, :4], keys[late, :, 4:] = -y, x
+
+    verdict = judged(tmp_path, turn)
+    assert verdict["cause"] == "keys of layer 0 turned by other angles than the reference's, from position 1 on"
+    assert (verdict["first"]["gate"], verdict["first"]["layer"]) == ("kv_l2", 0)
+    said = "off from position 8 on, the first where the window of 8 tokens hides a slot"
+    window = {"kind": "no_window", "position": 8, "text": f"forced: {said}"}
+    assert causes.explain(evidence(findings=[window])) == said
+
+
 def test_what_remedies_name_is_shipped():
     """In weights.yaml and quants.yaml, and in the text as in the names."""
     remedies = [*causes._BY_DTYPE.values(), *causes._REMEDIES.values()]
@@ -396,7 +479,7 @@ def test_a_window_that_sees_less_than_the_cache_keeps_is_a_finding(tmp_path):
     results.verify("capital", OF, synthetic.observation(OF))
     verdict = results.judge()
     assert verdict["verdict"] == "pass"
-    assert [x["text"] for x in verdict["findings"]] == ["layers 1, 2 see the last 7 of 24 slots, and keep all"]
+    assert [x["text"] for x in verdict["findings"]] == ["layers 1, 2 see the last 7 of 23 slots, and keep all"]
     assert judged(tmp_path / "other")["findings"] == []
 
 

@@ -55,7 +55,7 @@ def test_only_quantized_builds_read_calibration_texts(tiny):
 
 def test_histories_are_no_part_of_a_trace():
     other = copy.deepcopy(TINY)
-    other["programs"]["tiny_fill"]["histories"] = ["isolated", "forced"]
+    other["programs"]["tiny_fill"]["histories"] = ["isolated"]
     changed = {
         n.stage
         for a, n in zip(plan.Plan(BASE, TINY).nodes(), plan.Plan(BASE, other).nodes(), strict=True)

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kvgate import programs, progress
+from kvgate.config import override
+from kvgate.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = yaml.safe_load((ROOT / "config/programs.yaml").read_text())
@@ -58,3 +61,30 @@ def test_the_quality_sweep_calibrates_with_states_of_the_model_s_own_making():
     drawn = {name for name, entry in PROGRAMS.items() if entry.get("generated")}
     assert len(drawn) == 3 and drawn <= set(quality["calibration"]["texts"])
     assert all(given(name) < 128 / 4 for name in drawn)  # most of a cache of 128 is drawn
+
+
+def unreached(path):
+    planned = Plan(ROOT, override([ROOT / path] if path else [], ""))
+    return programs.unreached(planned.config, (row.strategy for row in planned.rows))
+
+
+@pytest.mark.parametrize(
+    "path", ["", "config/demo.yaml", "config/quality.yaml", "config/wide.yaml", "tests/workflow/tiny.yaml"]
+)
+def test_every_shipped_sweep_fills_each_rows_own_cache(path):
+    assert unreached(path) == []
+
+
+def test_a_cache_that_no_forced_text_fills_is_known_while_planning(tmp_path):
+    (line,) = unreached("config/bench.yaml")  # compares costs; 1,024 forced steps a row are none of its business
+    assert line.startswith("  no forced text of 1024 tokens: rows of hf_export_1024, legacy_export_1024, ")
+    tiny = yaml.safe_load((ROOT / "tests/workflow/tiny.yaml").read_text())
+    for histories, tokens, known in ((["isolated"], 32, 1), (["isolated", "forced"], 31, 1), (["forced"], 32, 0)):
+        entry = {"kind": "text", "text": "tests/texts/fill.txt", "tokens": tokens, "histories": histories}
+        tiny["programs"]["own"] = entry
+        tiny["programs"]["tiny_fill"]["histories"] = ["isolated"]
+        tiny["sweep"]["programs"] = ["tiny_chat", "tiny_fill", "own"]
+        planned = Plan(ROOT, tiny)
+        said = progress.begin(planned, {}, tmp_path, write=False)[1:]
+        rows = "rows of tiny_cpu_managed, tiny_blend may not pass, their cache is not filled"
+        assert said == [f"  no forced text of 32 tokens: {rows}"] * known

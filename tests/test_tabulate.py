@@ -1,6 +1,7 @@
 """tabulate, the table in a terminal, the gate, and which rows get a bundle (what is in one: test_bundle.py)."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ ROWS = [synthetic.ROW | {"quant": q} for q in QUANTS]
 ERRORS = {"fp16": 0.0, "w4a16": 0.007, "w8a8": 0.7}
 
 
-def one(root, row, error):
-    results = synthetic.Results(root, row)
+def one(root, row, error, dtype=None):
+    results = synthetic.Results(root, row, dtype)
     if error is None:
         results.write("build", {"status": "blocked", "reason": "build: IndexError | in a rule", "findings": []})
     seen = synthetic.observation(OF)
@@ -56,13 +57,24 @@ def test_one_row_a_tuple_with_every_column(root):
     fail = read[2]
     assert float(fail["kv_l2_worst"]) == pytest.approx(0.7, rel=1e-5)
     place = [fail[f"kv_worst_{x}"] for x in ("layer", "tensor", "position", "history")]
-    assert place == ["1", "key", "4", "isolated"]
+    assert place == ["1", "key", "7", "isolated"]
     assert (fail["top1"], fail["tokens_16"], fail["tokens_end"]) == ("27/27", "1/1", "1/1")
     assert fail["predicted_cycles"] == "36400000"
     assert fail["risks"] == "F1 rank-4 cache: may be misread on a board"
     assert read[3]["reason"] == "build: IndexError | in a rule"
     assert read[3]["kv_l2_worst"] == ""
     assert all(r["reason"] for r in read)
+
+
+def test_the_dtype_is_the_artifacts_whatever_the_quants_name(root, capsys):
+    """A quant named w8a8 with w4a16's arguments."""
+    one(root, ROWS[2], 0.7, dtype="w4a16")
+    read = synthetic.tabulated(root, ROWS)["rows"]
+    assert [(r["quant"], r["dtype"]) for r in read] == [
+        ("fp16", "fp16"), ("w4a16", "w4a16"), ("w8a8", "w4a16"), ("broken", ""),
+    ]  # fmt: skip
+    main(root, "default", rows(), behaviour.SHIPS, {})
+    assert re.search(r"(?m)^cpu_managed +w8a8 +w4a16 +fail ", capsys.readouterr().out)
 
 
 def test_the_markdown_is_rounded_and_has_no_stray_bars(root):
@@ -144,7 +156,7 @@ def test_equal_work_gives_equal_bytes_wherever_it_lies(root, tmp_path_factory):
 
 
 def test_the_end_says_where_to_look_and_what_to_ship(root, capsys):
-    assert main(root, "default", rows(), behaviour.SHIPS) == 0
+    assert main(root, "default", rows(), behaviour.SHIPS, {}) == 0
     out = capsys.readouterr().out
     assert "1 pass, 1 warn, 1 fail, 1 blocked" in out
     assert f"see {root}/models/tiny/rows/plain/cpu_managed/rk3576/w8a8/simulator/verdict.json" in out
@@ -159,17 +171,17 @@ def test_the_end_says_where_to_look_and_what_to_ship(root, capsys):
     assert said[-2] == f"  on a board (rk3576): copy that folder, then in it: python3 generate.py {ask}"
     what = "tiny cpu_managed w4a16 rk3576 (simulator), 278.0 MiB"
     assert said[-1] == f"  also (warn): {what}: {place}/w4a16/simulator-warn"
-    assert main(root, "default", rows(), behaviour.SHIPS) == 0
+    assert main(root, "default", rows(), behaviour.SHIPS, {}) == 0
     assert [x.replace(str(root), root.name) for x in capsys.readouterr().out.splitlines()[-4:]] == said[-4:]
 
 
 def test_the_table_shows_what_there_is(root, capsys):
     (root / record_path("judge", ROWS[2])).unlink()
-    main(root, "default", rows(), behaviour.SHIPS)
+    main(root, "default", rows(), behaviour.SHIPS, {})
     out = capsys.readouterr().out
     assert "1 pass, 1 warn, 0 fail, 1 blocked, 1 not there yet" in out
     assert "w8a8" not in out
-    assert main(root / "none", "default", rows(), behaviour.SHIPS) == 1
+    assert main(root / "none", "default", rows(), behaviour.SHIPS, {}) == 1
     assert "no row is finished yet, 4 planned" in capsys.readouterr().err
 
 
@@ -293,15 +305,33 @@ def test_the_interpreter_is_called_from_here_and_no_path_of_this_machine(monkeyp
     ],
 )
 def test_gate(root, capsys, require, code, lines):
-    assert gate(root, rows(), require) == code
+    assert gate(root, rows(), require, {}) == code
     assert len(capsys.readouterr().out.splitlines()) == lines
 
 
 def test_gate_on_nothing_is_no_pass(root, capsys):
-    assert gate(root, [], []) == 1
+    assert gate(root, [], [], {}) == 1
     (root / record_path("judge", ROWS[0])).unlink()
-    assert gate(root, rows(), [{"quant": "fp16"}]) == 1
+    assert gate(root, rows(), [{"quant": "fp16"}], {}) == 1
     assert "missing: tiny/plain/cpu_managed/rk3576/fp16/simulator: not judged yet" in capsys.readouterr().out
+
+
+def test_a_stale_verdict_is_red_in_the_gate_and_marked_in_the_table(root, capsys):
+    """Thresholds, code or config changed and nothing ran yet, or --touch was used."""
+    synthetic.tabulated(root, ROWS)
+    outdated = {record_path("judge", ROWS[0]): "config thresholds"}
+    assert gate(root, rows(), [{"quant": "fp16"}], outdated) == 1
+    said = capsys.readouterr().out
+    assert said == "stale: tiny/plain/cpu_managed/rk3576/fp16/simulator: was pass; config thresholds: run snakemake\n"
+    main(root, "default", rows(), behaviour.SHIPS, outdated)
+    said = capsys.readouterr().out
+    (line,) = [x for x in said.splitlines() if x.startswith("cpu_managed  fp16")]
+    assert re.match(r"cpu_managed +fp16 +fp16 +pass \(stale\) ", line)
+    assert "0 pass, 1 warn, 1 fail, 1 blocked, 1 stale: a plain run judges them again" in said
+    assert "simulator-pass" not in said and "ship (warn): " in said
+    main(root, "default", rows(), behaviour.SHIPS, dict.fromkeys((record_path("judge", x) for x in ROWS), "code"))
+    said = capsys.readouterr().out
+    assert said.count("(stale)") == 4 and "ship" not in said and "red row" not in said
 
 
 @pytest.mark.parametrize("module", ["stages.verify", "stages.judge", "stages.tabulate", "table", "causes", "metrics"])

@@ -1,6 +1,7 @@
 """verify: the figures of an observation, against the change that was made to it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_the_worst_delta_is_found_with_layer_tensor_step_and_position():
         seen["isolated/key.2"][1] = synthetic.off(seen["isolated/key.2"][1], 0.1)
 
     worst = compared(change)[0]["histories"]["isolated"]["kv"]["worst"]
-    assert worst == {"value": pytest.approx(0.25, rel=1e-5), "layer": 1, "tensor": "value", "step": 2, "position": 11}
+    assert worst == {"value": pytest.approx(0.25, rel=1e-5), "layer": 1, "tensor": "value", "step": 2, "position": 15}
     layers = compared(change)[0]["histories"]["isolated"]["kv"]["layers"]
     assert layers[2]["key"]["worst"] == pytest.approx(0.1, rel=1e-5)
     assert layers[0]["key"]["worst"] == 0
@@ -227,14 +228,14 @@ CACHE = c.Cache(capacity=12)
 WINDOWS = (None, 3)
 
 
-def checked(strategy="cpu_managed", half=Host, break_="", spoil=None):
+def checked(strategy="cpu_managed", half=Host, break_="", spoil=None, engine=standin.Engine):
     contract = standin.contract(strategy, CACHE)
     tables = standin.tables(12)
     reference = standin.Model(LAYERS).generate([1, 2, 3], 6, tables, WINDOWS)
     host = half(contract, tables, -1e4)
     if spoil:
         spoil(host)
-    seen = observe(standin.Engine(contract, break_), host, reference, ["isolated", "forced", "free"], 4)
+    seen = observe(engine(contract, break_), host, reference, ["isolated", "forced", "free"], 4)
     return compare.differences(contract, reference, seen)
 
 
@@ -287,3 +288,151 @@ def test_wrong_ways_differ(spoil):
 def test_a_disturbed_slot_differs():
     _, found = checked("dynamic_concat", Concat, "disturb")
     assert "disturbed" in {x.get("gate") for x in found}
+
+
+# The first place, and what it looks like
+
+
+def one_slot_off(host):
+    """Each step's K and V go into the slot after their own."""
+    original = host.take_cache
+
+    def take_cache(outputs, views):
+        taken = original(outputs, views)
+        for pair in host.views:
+            for rows in pair:
+                rows[min(host.length + 1, len(rows) - 1)] = rows[host.length]
+                rows[host.length] = 0
+        return taken
+
+    host.take_cache = take_cache
+
+
+def no_window(host):
+    host.contract = replace(host.contract, windows=(None, None))
+
+
+class OtherHeads(standin.Engine):
+    def layer(self, i, x, rotate):
+        q, k, v = super().layer(i, x, rotate)
+        return [q, k[::-1], v[::-1]]
+
+
+class Garbage(standin.Engine):
+    """The last slots, which nothing has filled yet, come back full."""
+
+    def step(self, feeds):
+        out = super().step(feeds)
+        out["key.0.out"][..., -2] = 1e3
+        return out
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "said"),
+    [
+        (
+            {"spoil": baked_position},
+            ("forced", "kv_l2", 1, 0, "key"),
+            "forced: keys of layer 0 turned by other angles than the reference's, from position 1 on",
+        ),
+        (
+            {"engine": OtherHeads},
+            ("isolated", "kv_l2", 0, 0, "key"),
+            "values permuted, not imprecise: key of layer 0 has its heads permuted: 1, 0, and 1 tensors more",
+        ),
+        (
+            {"spoil": one_slot_off},
+            ("forced", "kv_l2", 1, 1, "key"),
+            "every step holds with the reference's own cache: what is kept in the slots between steps",
+        ),
+        (
+            {"spoil": no_window},
+            ("forced", "logits_l2", 3, None, None),
+            "forced: off from position 3 on, the first where the window of 3 tokens hides a slot",
+        ),
+        (
+            {"strategy": "dynamic_concat", "half": Concat, "engine": Garbage},
+            ("isolated", "disturbed", 0, None, None),
+            "isolated: disturbed ",
+        ),
+    ],
+)
+def test_the_first_place_is_named_and_what_it_looks_like(change, place, said):
+    """Not the worst one, which lies anywhere; K and V before the logits of the same step."""
+    _, found = checked(**change)
+    first = found[0]
+    assert (first["history"], first["gate"], first["position"], first.get("layer"), first.get("tensor")) == place
+    reason = compare.reason(found, isolated=True)
+    assert reason.startswith(f"{place[0]}: {place[1]} ")
+    assert said in reason
+
+
+def test_slots_that_changed_are_said_behind_the_first_place():
+    class Both(OtherHeads, Garbage):
+        pass
+
+    _, found = checked("dynamic_concat", Concat, engine=Both)
+    assert found[0]["gate"] == "kv_l2" and "; isolated: disturbed " in compare.reason(found, isolated=True)
+
+
+def test_partial_and_split_rotations_are_recognised_and_noise_is_not():
+    rng = np.random.default_rng(0)
+    of = synthetic.trace()
+    flat = np.linspace(0, 2, 23)[:, None, None]  # angles, none at position 0
+
+    def turn(k, count, halves):
+        got = k.copy()
+        at = [(i, i + count // 2) if halves else (2 * i, 2 * i + 1) for i in range(count // 2)]
+        for a, b in at:
+            x, y = k[..., a : a + 1], k[..., b : b + 1]
+            got[..., a : a + 1], got[..., b : b + 1] = (
+                x * np.cos(flat) - y * np.sin(flat),
+                x * np.sin(flat) + y * np.cos(flat),
+            )
+        return got
+
+    def kinds(change):
+        seen = synthetic.observation(of)
+        seen["forced/key.0"] = change(seen["forced/key.0"])
+        _, found = compare.differences(synthetic.contract(), of, seen)
+        return {x["kind"] for x in found}
+
+    for count in (8, 4):
+        for halves in (True, False):
+            assert "rotation" in kinds(lambda k, n=count, h=halves: turn(k, n, h)), (count, halves)
+    assert "rotation" not in kinds(lambda k: k + 0.3 * rng.normal(size=k.shape).astype(np.float32))
+    assert "rotation" not in kinds(lambda k: 1.1 * k)
+
+
+# Steps are counted
+
+
+def counted(change=None, of=OF, histories=("isolated", "forced", "free")):
+    seen = synthetic.observation(of)
+    if change:
+        change(seen)
+    return compare.counted(synthetic.contract(), of, seen, histories, synthetic.ISOLATED)
+
+
+def test_steps_are_counted_at_their_positions():
+    assert counted() == {
+        "isolated": {"got": 4, "of": 4},
+        "forced": {"got": 23, "of": 23},
+        "free": {"got": 19, "of": 19},
+    }
+
+    def cut(seen):
+        seen["forced/positions"] = seen["forced/positions"][:2]
+        seen["isolated/positions"] = np.array([0, 7, 8, 22])
+        seen["free/tokens"] = seen["free/tokens"][:3]
+
+    assert {name: x["got"] for name, x in counted(cut).items()} == {"isolated": 2, "forced": 2, "free": 3}
+    assert "free" not in counted(of=synthetic.trace(text=True))
+
+
+def test_a_free_run_of_its_own_may_end_before_the_reference():
+    def own(seen, token):
+        seen["free/tokens"], seen["free/diverged"] = np.array([OF.tokens[synthetic.PROMPT], token]), np.array(1)
+
+    assert counted(lambda seen: own(seen, OF.end_ids[0]))["free"] == {"got": 2, "of": 2}
+    assert counted(lambda seen: own(seen, (OF.end_ids[0] + 1) % 40))["free"] == {"got": 2, "of": 19}

@@ -10,9 +10,9 @@ from typing import Any
 from graphs import Model
 from kvgate import behaviour, record
 from kvgate.job import Job
-from kvgate.stages import check, judge, tabulate, verify
+from kvgate.stages import check, judge, tabulate, trace, verify
 from synthetic import THRESHOLDS
-from tiny import fetched, random_source, traced
+from tiny import fetched, random_source, trace_job, traced
 
 CAPACITY = 48
 HOST = {"platform": "host", "quant": "fp32", "backend": "onnxruntime"}
@@ -30,11 +30,17 @@ class Rows:
         body, path = traced(self.results, text, root, kind="chat", tokens=new)
         record.write(path.with_name("trace.json"), body | {"status": "ok"})
         self.trace = body
+        (root / "full.txt").write_text("To the last slot of the cache. " * 9)
+        full = trace_job(self.results, {"text": "full.txt", "kind": "text", "tokens": CAPACITY}, root, "full")
+        self._run(trace, full)
         graph = Model(self.results, "tiny").export(module, capacity=CAPACITY)
         self.graph, self.strategy = graph.folder, graph.folder.parent.name
         self.programs = {"program": {"kind": "chat", "histories": HISTORIES}}
+        self.programs["full"] = {"kind": "text", "histories": ["forced"]}
         config = {"programs": self.programs, "isolated": 4, "mask": -1e4}
-        self._run(check, self.job("check", config, ["export", "trace.program"]))
+        checked = self.job("check", config, ["export", "trace.program"])
+        checked.inputs["trace.full"] = full.record
+        self._run(check, checked)
 
     def job(self, stage: str, config: dict[str, Any], inputs: list[str], **more: str) -> Job:
         names = {"model": "tiny", "weights": "plain", "strategy": self.strategy, "part": "decode", "program": "program"}
@@ -51,7 +57,9 @@ class Rows:
         """The row's verdict.json. A chip's artifact is a stand-in; its observations are ONNX Runtime's."""
         if row["platform"] != "host":
             self._artifact(row)
-        verified = self.job("verify", {"programs": self.programs}, ["export", "trace.program"], **row)
+        config = {"programs": self.programs, "isolated": 4}
+        verified = self.job("verify", config, ["export", "trace.program"], **row)
+        verified.inputs["trace.full"] = self.job("trace", {}, [], program="full").record
         verified.inputs["observed"] = self.job("check", {}, []).record
         self._run(verify, verified)
         labels = ["export", "check", "verify"] + (["build"] if row["platform"] != "host" else [])

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,36 @@ def test_a_moved_threshold_runs_and_then_nothing_is_left(repository):
     done = repository.snakemake()
     assert done.returncode == 0, done.stderr
     assert repository.planned() == {}
+
+
+def test_results_dated_in_the_future_lose_nothing(repository):
+    """A clock set back, results of another PC: Snakemake would call each new verdict older than its input, and remove
+    it."""
+    later = time.time() + 1e6
+    for n, path in enumerate(repository.results()):
+        os.utime(path, (later + n, later + n))
+    EDITS["a threshold"][0](repository.path)
+    done = repository.snakemake()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kvgate: results were dated in the future: 18 dated in order" in done.stderr
+    assert repository.kvgate("audit", *CONFIG).returncode == 0
+    assert repository.planned() == {}
+
+
+def test_the_gate_and_the_table_know_what_is_stale(repository):
+    require = "{blocks: [{models: [tiny], strategies: [tiny_cpu_managed], platforms: [rk3576], quants: [fp16]}]}"
+    (repository.path / "one.yaml").write_text(f"sweep: {require}\n")
+    one = (*CONFIG, "--configfile", "one.yaml")
+    assert repository.kvgate("gate", *one).stdout == "gate: 1 required rows pass\n"
+    replace("config/thresholds.yaml", "kv_l2: {pass: 0.005", "kv_l2: {pass: 0.0001")(repository.path)
+    said = repository.kvgate("gate", *one)
+    row = "tiny/plain/tiny_cpu_managed/rk3576/fp16/simulator"
+    assert said.returncode == 1
+    assert said.stdout == f"stale: {row}: was pass; config thresholds: run snakemake\n"
+    assert " pass (stale) " in repository.kvgate("table", *one).stdout
+    touched = repository.snakemake("--touch", config="tests/workflow/tiny.yaml one.yaml")
+    assert touched.returncode == 0, touched.stderr
+    assert repository.kvgate("gate", *one).returncode == 1
 
 
 def test_what_was_deleted_is_made_again_and_the_printed_command_answers(repository):

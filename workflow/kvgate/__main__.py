@@ -130,11 +130,12 @@ def _run(args: argparse.Namespace) -> int:
         from kvgate import ask
 
         return ask.main(args.results, planned.name, planned.rows, planned.config["sweep"]["bundle"], args.prompt)
-    from kvgate import table
+    from kvgate import audit, table
 
+    sweep, outdated = planned.config["sweep"], audit.outdated(planned, args.results)
     if args.command == "gate":
-        return table.gate(args.results, planned.rows, planned.config["sweep"]["require"])
-    return table.main(args.results, planned.name, planned.rows, planned.config["sweep"]["bundle"])
+        return table.gate(args.results, planned.rows, sweep["require"], outdated)
+    return table.main(args.results, planned.name, planned.rows, sweep["bundle"], outdated)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,16 @@ def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
     return found
 
 
+def outdated(plan: Plan, results: Path) -> dict[str, str]:
+    """Why each result is not what would be made now, by record: its own finding, or that of what it comes from."""
+    found = {x.node.record: x.why for x in audit(plan, results)}
+    for node in plan.nodes():
+        above = next((x for x in node.inputs.values() if x.record in found), None)
+        if above is not None and node.record not in found:
+            found[node.record] = f"{above.stage} {found[above.record]}"
+    return found
+
+
 def main(plan: Plan, results: Path, adopt: bool, discard: bool, deep: bool) -> int:
     """Print the findings; 1 where a result that exists is stale or damaged and was not discarded."""
     found = audit(plan, results, deep or adopt)
@@ -69,6 +80,16 @@ def main(plan: Plan, results: Path, adopt: bool, discard: bool, deep: bool) -> i
     if adopt:
         print(f"audit: {_adopt(plan, results, {x.node.record for x in found})} dated in order")
     return 1 if bad else 0
+
+
+def redate(plan: Plan, results: Path, stale: Collection[str]) -> int:
+    """Where a result is dated in the future, date all current ones in order; returns how many.
+
+    After a clock was set back, or with results from another PC: Snakemake holds what is made now to be older than what
+    it is made from, calls that a failure and removes it.
+    """
+    dates = [path.stat().st_mtime for node in plan.nodes() if (path := results / node.record).exists()]
+    return _adopt(plan, results, set(stale)) if max(dates, default=0) > time.time() else 0
 
 
 def _adopt(plan: Plan, results: Path, found: set[str]) -> int:

@@ -58,6 +58,8 @@ def remedy(evidence: Evidence) -> Remedy:
     rule = next((rule for rule in RULES if rule(evidence)), None)
     if rule is not_covered and (saturated := clipped(evidence)):
         return Remedy(saturated["advice"])
+    if rule is permuted and "read as" not in rule(evidence):  # heads, tensors or slots, and no order of axes
+        return NOTHING
     if rule in (first_token, adds_up, arithmetic, other_slots, rounded_cache):
         return _BY_DTYPE.get(evidence.dtype, NOTHING)
     return _REMEDIES.get(rule.__name__, NOTHING) if rule else NOTHING
@@ -114,6 +116,13 @@ def out_of_range(e: Evidence) -> str:
 def permuted(e: Evidence) -> str:
     text = next((str(f["text"]) for f in e.findings if f["kind"] == "permuted"), "")
     return text.split(": ", 1)[-1]
+
+
+def recognised(e: Evidence) -> str:
+    """Keys that another rotation turned, a window that hides nothing."""
+    found = [f for f in e.findings if f["kind"] in ("rotation", "no_window")]
+    first = min(found, key=lambda f: f["position"], default={"text": ""})
+    return str(first["text"]).split(": ", 1)[-1]
 
 
 def not_a_number(e: Evidence) -> str:
@@ -223,6 +232,7 @@ def is_range(finding: Mapping[str, Any]) -> bool:
 RULES: tuple[Callable[[Evidence], str], ...] = (
     out_of_range,
     permuted,
+    recognised,
     not_a_number,
     constant,
     first_token,

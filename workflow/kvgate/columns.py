@@ -29,6 +29,10 @@ def _get(*path: str) -> Callable[[Mapping[str, Any]], Any]:
     return get
 
 
+def _verdict(verdict: Mapping[str, Any]) -> str:
+    return f"{verdict['verdict']} (stale)" if verdict.get("stale") else str(verdict["verdict"])
+
+
 def _cpu(verdict: Mapping[str, Any]) -> Any:
     found = _get("figures", "cpu_operators")(verdict)
     return None if found is None else sum(found.values())
@@ -62,8 +66,10 @@ Column = tuple[str, Callable[[Mapping[str, Any]], Any], Callable[[Any], str]]
 COLUMNS: tuple[Column, ...] = (
     *((name, _get("row", name), str) for name in ("model", "weights", "strategy")),
     ("form", _get("figures", "form"), str),
-    *((name, _get("row", name), str) for name in ("platform", "quant", "backend")),
-    ("verdict", _get("verdict"), str),
+    *((name, _get("row", name), str) for name in ("platform", "quant")),
+    ("dtype", _get("figures", "dtype"), str),  # as the artifact was built, whatever the quant's name
+    ("backend", _get("row", "backend"), str),
+    ("verdict", _verdict, str),
     ("reason", _get("reason"), str),
     ("kv_l2_median", _get("figures", "kv_median"), percent),
     ("kv_l2_worst", _get("figures", "kv_worst", "value"), percent),

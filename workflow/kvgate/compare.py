@@ -3,13 +3,13 @@
 Facts, no judgement. `compare` is what verify writes, `differences` is what check asks: is the graph the model?
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvgate import metrics, record, symptoms
+from kvgate import metrics, observe, record, symptoms
 from kvgate.contract import Contract
 from kvgate.observe import Trace
 
@@ -17,6 +17,9 @@ Array = np.ndarray
 
 HISTORIES = ("isolated", "forced")  # the free run is compared by its tokens: after a divergence nothing else can be
 TOKEN_STEPS = (0, 1, 2, 3, 16)  # generated steps whose tokens the table shows
+EXPLAINS = ("permuted", "rotation", "no_window")  # kinds of findings that say why the others are there
+# Gates and tensors of findings, as a step computes them.
+_ORDER = ("key", "value", "kv_l2", "disturbed", "logits", "logits_l2", "top1")
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,13 @@ class Steps:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
-def compare(contract: Contract, trace: Trace, seen: Mapping[str, Array]) -> tuple[dict[str, Any], dict[str, Array]]:
+def compare(
+    contract: Contract, trace: Trace, seen: Mapping[str, Array], off: float = metrics.SUSPECT_L2
+) -> tuple[dict[str, Any], dict[str, Array]]:
     """The body of metrics.json, and the arrays of metrics.npz: `{history}/{field of Steps}`.
 
-    seen: what `observe.observe` returned. Raises ValueError where nothing can be compared, or a tensor of the
-    contract was not observed.
+    seen: what `observe.observe` returned. off: the L2 above which a wrong rotation or window is looked for. Raises
+    ValueError where nothing can be compared, or a tensor of the contract was not observed.
     """
     histories: dict[str, Any] = {}
     arrays: dict[str, Array] = {}
@@ -55,6 +60,8 @@ def compare(contract: Contract, trace: Trace, seen: Mapping[str, Array]) -> tupl
         histories[history] = summary(steps)
         findings += symptoms.odd(trace, seen, history, steps.kv.shape[1])
         findings += symptoms.moved(trace, seen, history, steps.kv)
+        findings += symptoms.turned(contract, trace, seen, history, steps.kv, off)
+        findings += symptoms.unhidden(contract, history, steps.positions, steps.kv, steps.raw, off)
         arrays |= {f"{history}/{name}": array for name, array in steps.arrays().items()}
     body: dict[str, Any] = {"histories": histories, "findings": findings, "free": None, "perplexity": None}
     if "free/tokens" in seen and trace.prompt < len(trace.tokens):  # a text generates nothing
@@ -218,15 +225,38 @@ def text(trace: Trace, seen: Mapping[str, Array]) -> dict[str, Any]:
     }
 
 
+def counted(
+    contract: Contract, trace: Trace, seen: Mapping[str, Array], histories: Sequence[str], isolated: int
+) -> dict[str, dict[str, int]]:
+    """Of every history of a program the steps that there are (`got`) and that it has (`of`); of `free` its tokens.
+
+    Steps count as far as they stand at the positions that the program has, in order.
+    """
+    capacity = contract.cache.capacity
+    found = {}
+    for history, planned in observe.planned(trace, capacity, histories, isolated).items():
+        got = seen[f"{history}/positions"].tolist()
+        same = [a == b for a, b in zip(got, planned, strict=False)]
+        found[history] = {"got": (*same, False).index(False), "of": len(planned)}
+    if "free" in histories and trace.prompt < len(trace.tokens):
+        tokens = seen["free/tokens"]
+        most = min(len(trace.tokens), capacity + 1) - trace.prompt
+        diverged = int(seen["free/diverged"]) >= 0  # then its own text may end earlier
+        ended = diverged and len(tokens) and int(tokens[-1]) in trace.end_ids
+        found["free"] = {"got": len(tokens), "of": len(tokens) if ended else most}
+    return found
+
+
 def differences(
     contract: Contract, trace: Trace, seen: Mapping[str, Array], limit: float = 1e-4
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Is the graph the model? The worst figures over all histories, and a finding for each that says no.
+    """Is the graph the model? The worst figures over all histories, and a finding for each that says no, the first
+    place first (`place`).
 
     For the check stage: logits L2 (raw) and every K/V delta L2 at most `limit`, slots that should be as fed likewise,
     every best token and the whole free run equal. No findings: the graph is the model.
     """
-    body, _ = compare(contract, trace, seen)
+    body, arrays = compare(contract, trace, seen, limit)
     facts: dict[str, Any] = {"logits_l2": 0.0, "kv_l2": 0.0, "disturbed": 0.0, "steps": 0, "top1": 0}
     found = list(body["findings"])
     for history, figures in body["histories"].items():
@@ -234,10 +264,7 @@ def differences(
         worst |= {"kv_l2": figures["kv"]["worst"]} if figures["kv"] else {}
         for name, at in worst.items():
             facts[name] = None if None in (at["value"], facts[name]) else max(at["value"], facts[name])
-            if at["value"] is None or at["value"] > limit:
-                where = f"layer {at['layer']} {at['tensor']}, " if "layer" in at else ""
-                text = f"{history}: {name} {at['value']} at {where}position {at['position']}, allowed {limit:g}"
-                found.append(record.finding("differs", text, gate=name, history=history, **at))
+            found += _first(arrays, history, name, limit)
         facts["steps"] += figures["steps"]
         facts["top1"] += figures["top1"]["equal"]
         for at in figures["top1"]["changed"][:1]:
@@ -247,7 +274,50 @@ def differences(
         found.append(
             record.finding("differs", "free: the tokens are not the reference's", gate="tokens", history="free")
         )
-    return facts, found
+    return facts, sorted(found, key=place)
+
+
+_FIELDS = {"kv_l2": "kv", "disturbed": "disturbed", "logits_l2": "raw"}
+
+
+def _first(arrays: Mapping[str, Array], history: str, name: str, limit: float) -> list[dict[str, Any]]:
+    """The finding of a figure at the first step, layer and tensor where it is above the limit; none where it holds."""
+    values = arrays[f"{history}/{_FIELDS[name]}"]  # [n] or [n, L, 2]
+    over = np.argwhere(~(values <= limit))
+    if not len(over):
+        return []
+    n, *inside = (int(i) for i in over[0])
+    at: dict[str, Any] = {
+        "value": number(values[n, *inside]),
+        "step": n,
+        "position": int(arrays[f"{history}/positions"][n]),
+    }
+    at |= {"layer": inside[0], "tensor": symptoms.TENSORS[inside[1]]} if inside else {}
+    where = f"layer {at['layer']} {at['tensor']}, " if inside else ""
+    text = f"{history}: {name} {at['value']} at {where}position {at['position']}, allowed {limit:g}"
+    return [record.finding("differs", text, gate=name, history=history, **at)]
+
+
+def place(finding: Mapping[str, Any]) -> tuple[float, float, int, int]:
+    """Sorts findings by where they are: position, layer, then as a step computes (a strange value before the error
+    that it makes), history. What explains the others, and what has no place, comes last."""
+    if "position" not in finding or finding["kind"] in EXPLAINS:
+        return np.inf, finding.get("position", np.inf), 0, 0
+    layer = finding.get("layer")
+    what = _ORDER.index(finding.get("gate") or finding["tensor"])
+    return finding["position"], np.inf if layer is None else layer, what, HISTORIES.index(finding["history"])
+
+
+def reason(found: Sequence[Mapping[str, Any]], isolated: bool) -> str:
+    """Findings in the order of `place` in a sentence: the first place, what explains it, and other slots where they
+    changed too. isolated: some step was fed the reference's own cache."""
+    first, *rest = found
+    said = [x for x in rest if x["kind"] in EXPLAINS][:1]
+    said += [x for x in rest if x.get("gate") == "disturbed" != first.get("gate")][:1]
+    texts = [str(x["text"]) for x in (first, *said)]
+    if isolated and not said and not any(x.get("history") == "isolated" for x in found):
+        texts.append("every step holds with the reference's own cache: what is kept in the slots between steps")
+    return "; ".join(texts)
 
 
 def number(value: float) -> float | None:

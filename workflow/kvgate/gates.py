@@ -17,13 +17,14 @@ LEVELS = ("pass", "warn", "fail")
 HISTORIES = ("isolated", "forced", "free")
 FATAL = ("nan", "inf", "all_zero", "all_equal", "permuted")  # findings that are gates of their own
 OF_BOARD = ("selftest", "run")  # what a board says beside the numbers: before all of them
+OF_SWEEP = ("compared", "capacity")  # what was run at all: after all numbers
 # Of one step: as the step computes, and a strange output before the error that it makes.
-_ORDER = (*OF_BOARD, "kv_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", "compared")
+_ORDER = (*OF_BOARD, "kv_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", *OF_SWEEP)
 
 
 @dataclass(frozen=True)
 class Gate:
-    name: str  # `kv_l2`, `disturbed`, `logits_l2`, `top1`, `tokens`, `compared`, `selftest`, `run`, or a finding's kind
+    name: str  # one of _ORDER
     verdict: str
     text: str  # one line: what was got, what is allowed
     program: str = ""
@@ -77,12 +78,30 @@ def judge(
         found.append(_top1(program, history, figures["top1"]))
     if metrics["free"] is not None:
         found.append(_tokens(program, metrics["free"]))
+    for history, steps in metrics["steps"].items():
+        # metrics.npz is what the figures above were judged by.
+        got = min(steps["got"], len(arrays.get(f"{history}/positions", range(steps["got"]))))
+        if got < steps["of"]:
+            what = "tokens" if history == "free" else "steps"
+            found.append(Gate("compared", "fail", f"{got} of {steps['of']} {what} compared", program, history))
     found += [
         Gate(x["kind"], "fail", x["text"], program, x["history"], None, _where(x))
         for x in metrics["findings"]
         if x["kind"] in FATAL
     ]
     return found
+
+
+def capacity(slots: int, arrays: Mapping[str, Mapping[str, Array]]) -> list[Gate]:
+    """The gate of a row whose own cache no program took to its last slot: what is kept there nobody has seen.
+
+    arrays: metrics.npz of all programs.
+    """
+    reached = max((int(a["forced/positions"].max()) + 1 for a in arrays.values() if "forced/positions" in a), default=0)
+    if reached >= slots:
+        return []
+    text = f"own cache reached slot {reached} of {slots}; a forced text of {slots} tokens reaches the last"
+    return [Gate("capacity", "fail", text)]
 
 
 def _figure(

@@ -69,6 +69,15 @@ def spread(count: int, positions: int) -> list[int]:
     return sorted({int(x) for x in np.linspace(0, positions - 1, min(count, positions)).round()})
 
 
+def planned(trace: Trace, capacity: int, histories: Sequence[str], isolated: int) -> dict[str, list[int]]:
+    """The positions of each history's steps, in order; a free run begins as the forced run, which it needs."""
+    # A prompt's last generated token is read by nobody; a text's last token is fed to see its K/V and the last slot.
+    fed = len(trace.tokens) - (trace.prompt < len(trace.tokens))
+    room = min(fed, capacity)
+    found = {"isolated": spread(isolated, room)} if "isolated" in histories else {}
+    return found | ({"forced": list(range(room))} if {"forced", "free"} & set(histories) else {})
+
+
 def observe(
     engine: Engine,
     host: Host,
@@ -85,13 +94,12 @@ def observe(
     begin after the divergence, as before it the free run is the forced one. Positions beyond the capacity are left
     out. Raises ValueError where nothing could be run.
     """
-    # A prompt's last generated token is read by nobody; a text's last token is fed to see its K/V and the last slot.
-    fed = len(trace.tokens) - (trace.prompt < len(trace.tokens))
-    room = min(fed, host.contract.cache.capacity)
+    positions = planned(trace, host.contract.cache.capacity, histories, isolated)
     found: dict[str, Array] = {}
-    if "isolated" in histories:
-        found |= _pack("isolated", _isolated(engine, host, trace, spread(isolated, room), progress))
-    if "forced" in histories or "free" in histories:
+    if "isolated" in positions:
+        found |= _pack("isolated", _isolated(engine, host, trace, positions["isolated"], progress))
+    if "forced" in positions:
+        room = len(positions["forced"])
         steps, diverged, state = _forced(engine, host, trace, room, progress)
         found |= _pack("forced", steps)
         if "free" in histories:

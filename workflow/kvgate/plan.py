@@ -195,7 +195,8 @@ class Plan:
         inputs = {"export": self.node("export", decode), "observed": self.node(ran, decode)}
         if w["platform"] != sweep.HOST_PLATFORM:
             inputs["build"] = self.node("build", decode)
-        return self._make("verify", w, {"programs": self._programs()}, inputs | self._traces(w), (self._host_half(w),))
+        config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
+        return self._make("verify", w, config, inputs | self._traces(w), (self._host_half(w),))
 
     def _judge(self, w: dict[str, str]) -> Node:
         decode = w | {"part": "decode"}

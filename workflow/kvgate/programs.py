@@ -3,6 +3,7 @@
 Stands before every run, so nothing heavy is imported here. Tokens are counted by the trace: here a text is its bytes.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,20 @@ def check_context(where: str, config: dict[str, Any], model: str, limit: int, ca
             raise ConfigError(
                 f"{where}: program {name} has {tokens} tokens, model {model} takes at most {limit} tokens"
             )
+
+
+def unreached(config: dict[str, Any], strategies: Iterable[str]) -> list[str]:
+    """Strategies whose cache no program of the sweep is sure to take to its last slot, in a line: a row is not `pass`
+    where that was not seen (gates.capacity). A chat's own end is not known while planning."""
+    programs = (config["programs"][name] for name in config["sweep"]["programs"])
+    texts = [x["tokens"] for x in programs if x["kind"] == "text" and {"forced", "free"} & set(x["histories"])]
+    longest = max(texts, default=0)
+    entries = {name: config["strategies"][name] for name in dict.fromkeys(strategies)}
+    short = [name for name, x in entries.items() if x["capacity"] > longest and x["module"] != "recompute"]
+    if not short:
+        return []
+    slots = max(entries[name]["capacity"] for name in short)
+    return [f"  no forced text of {slots} tokens: rows of {', '.join(short)} may not pass, their cache is not filled"]
 
 
 def _check_generated(where: str, entry: dict[str, Any]) -> None:

@@ -47,7 +47,10 @@ def stale(plan: "Plan", results: Path) -> "dict[str, tuple[Node, list[str]]]":
 
 def begin(plan: "Plan", todo: "dict[str, tuple[Node, list[str]]]", results: Path, write: bool) -> list[str]:
     """Lines that say what there is to do and why; with `write`, the finish lines of the jobs can count down."""
+    from kvgate import programs
+
     lines = [f"kvgate: sweep {plan.name}: {len(plan.rows)} rows, {len(plan.nodes())} jobs, {len(todo)} to do"]
+    lines += programs.unreached(plan.config, (row.strategy for row in plan.rows))
     reasons: dict[str, dict[str, int]] = {}
     for node, why in todo.values():
         # What a job reads changed with the job above it: only the first cause is news.

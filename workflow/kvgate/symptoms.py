@@ -1,4 +1,5 @@
-"""What an observation shows beside being off: NaN, inf, all zero, all equal, values in the wrong place. numpy only."""
+"""What an observation shows beside being off: strange values, values in the wrong place, keys turned by other angles,
+a window that hides nothing. numpy only."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvgate import metrics, record
+from kvgate.contract import Contract
 from kvgate.observe import Trace
 
 Array = np.ndarray
@@ -53,7 +55,8 @@ def moved(trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> l
     """Values in the wrong place: one finding, at the first layer whose tensor is the reference's, moved.
 
     kv: [n, L, 2] the L2 of every K and V delta. Tried on the last step where a tensor is off by more than
-    SUSPECT_L2 in most steps: the other order of its axes, and another tensor, layer or position in its place.
+    SUSPECT_L2 in most steps: the other order of its axes, another order of its heads, and another tensor, layer or
+    position in its place.
     """
     positions = seen[f"{history}/positions"]
     places = []
@@ -61,7 +64,7 @@ def moved(trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> l
         name, step = TENSORS[n], len(positions) - 1
         got = seen[f"{history}/{name}.{layer}"][step]
         want = (trace.keys, trace.values)[n][layer][positions[step]]
-        how = metrics.permuted(got, want, ("heads", "channels"))
+        how = metrics.permuted(got, want, ("heads", "channels")) or _heads(got, want)
         if how is None:
             fits = ((metrics.l2(got, other), label) for label, other in _others(trace, int(positions[step]), layer, n))
             error, label = min(fits, default=(np.inf, ""))
@@ -85,6 +88,66 @@ def moved(trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> l
             count=len(places),
         )
     ]
+
+
+def _heads(got: Array, want: Array) -> str | None:
+    """[Hk, D] twice: the reference's head in the place of each, where they are its heads in another order."""
+    order = [int(np.argmin([metrics.l2(head, other) for other in want])) for head in got]
+    if sorted(order) != list(range(len(want))) or metrics.l2(got, want[order]) > metrics.FIT_L2:
+        return None
+    return f"has its heads permuted: {', '.join(map(str, order))}"
+
+
+def turned(
+    contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str, kv: Array, off: float
+) -> list[dict[str, Any]]:
+    """Keys whose rotation is another one: a finding where layer 0's keys are off by more than `off`, its values hold
+    everywhere, and every pair of channels that rotates keeps its length.
+
+    Only layer 0's keys follow from the token and its position alone.
+    """
+    if not kv.shape[1] or contract.layers[0].rotation is None or not (kv[:, 0, 1] <= off).all():
+        return []
+    wrong = np.flatnonzero(kv[:, 0, 0] > off)
+    positions = seen[f"{history}/positions"]
+    got, want = seen[f"{history}/key.0"][wrong], trace.keys[0][positions[wrong]]
+    if not len(wrong) or not _same_pairs(got, want):
+        return []
+    step, position = int(wrong[0]), int(positions[wrong[0]])
+    text = f"{history}: keys of layer 0 turned by other angles than the reference's, from position {position} on"
+    where = {"history": history, "tensor": "key", "layer": 0, "step": step, "position": position}
+    return [record.finding("rotation", text, **where)]
+
+
+def _same_pairs(got: Array, want: Array) -> bool:
+    """[n, Hk, D] twice: whether the pairs' lengths differ far less than the values. Pairs are channels i and i + r / 2,
+    or neighbours, of the first r channels: all of them, a half or a quarter."""
+    size, error = want.shape[-1], metrics.l2(got, want)
+    for count in (size, size // 2, size // 4):
+        for axis, shape in ((-2, (2, count // 2)), (-1, (count // 2, 2))):
+            if count >= 2 and not count % 2:
+                lengths = [
+                    np.concatenate(
+                        [np.linalg.norm(x[..., :count].reshape(*x.shape[:-1], *shape), axis=axis), x[..., count:]], -1
+                    )
+                    for x in (got.astype(np.float64), want.astype(np.float64))
+                ]
+                if metrics.l2(*lengths) <= metrics.FIT_L2 * error:
+                    return True
+    return False
+
+
+def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw: Array, off: float) -> list[dict]:
+    """A window that hides nothing: a finding where the first position that is off is the first from which a window of
+    the contract hides a slot, and layer 0, which reads none for its own K and V, holds there. Needs every position."""
+    wrong = np.flatnonzero(~((kv.reshape(len(kv), -1) <= off).all(axis=1) & (raw <= off)))
+    if not len(wrong) or history != "forced" or not (kv[wrong[0], :1] <= off).all():
+        return []
+    step, position = int(wrong[0]), int(positions[wrong[0]])
+    if position not in contract.windows:
+        return []
+    text = f"{history}: off from position {position} on, the first where the window of {position} tokens hides a slot"
+    return [record.finding("no_window", text, history=history, step=step, position=position)]
 
 
 def _others(trace: Trace, position: int, layer: int, n: int) -> Iterator[tuple[str, Array]]:

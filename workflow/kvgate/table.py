@@ -10,11 +10,13 @@ from kvgate import columns, record, ship
 from kvgate.job import record_path
 
 Verdict = Mapping[str, Any]
+_NONE: Mapping[str, str] = {}
 VERDICTS = ("pass", "warn", "fail", "blocked")
 # The terminal's columns: name of a column of the table, title.
 _COMPACT = (
     ("strategy", "strategy"),
     ("quant", "quant"),
+    ("dtype", "dtype"),
     ("verdict", "verdict"),
     ("kv_l2_worst", "K/V worst"),
     ("kv_l2_over_1_percent", "over 1 %"),
@@ -45,9 +47,18 @@ def path(results: Path, row: Mapping[str, str]) -> Path:
     return results / record_path("judge", dict(row))
 
 
-def load(results: Path, rows: Iterable[Mapping[str, str]]) -> list[Verdict]:
-    """The verdicts that there are, in the order of the rows."""
-    return [record.read(p) for p in (path(results, row) for row in rows) if p.exists()]
+def load(results: Path, rows: Iterable[Mapping[str, str]], outdated: Mapping[str, str] = _NONE) -> list[Verdict]:
+    """The verdicts that there are, in the order of the rows; those that are not what would be judged now have `stale`.
+
+    outdated: records to why (audit.outdated).
+    """
+    found: list[Verdict] = []
+    for row in rows:
+        where = record_path("judge", dict(row))
+        if (results / where).exists():
+            stale = {"stale": outdated[where]} if where in outdated else {}
+            found.append(record.read(results / where) | stale)
+    return found
 
 
 def compact(verdicts: Sequence[Verdict]) -> str:
@@ -65,11 +76,18 @@ def compact(verdicts: Sequence[Verdict]) -> str:
 
 
 def summary(results: Path, verdicts: Sequence[Verdict], planned: int, shelf: ship.Shelf) -> str:
-    """The counts, where to look for the first red row, which rows behave, and at the end what to ship."""
+    """The counts, where to look for the first red row, which rows behave, and at the end what to ship.
+
+    Of stale rows nothing is said but how many.
+    """
+    there = len(verdicts)
+    verdicts = [v for v in verdicts if not v.get("stale")]
     counts = Counter(v["verdict"] for v in verdicts)
     lines = [", ".join(f"{counts[name]} {name}" for name in VERDICTS)]
-    if len(verdicts) < planned:
-        lines[0] += f", {planned - len(verdicts)} not there yet"
+    if len(verdicts) < there:
+        lines[0] += f", {there - len(verdicts)} stale: a plain run judges them again"
+    if there < planned:
+        lines[0] += f", {planned - there} not there yet"
     red = next((v for v in verdicts if v["verdict"] in ("fail", "blocked")), None)
     if red:
         lines.append(f"first red row: {columns.name(red['row'])}: {red['reason']}")
@@ -101,12 +119,12 @@ def _behaves(verdict: Verdict) -> bool:
     return bool((verdict["figures"].get("behaviour") or {}).get("behaves"))
 
 
-def main(results: Path, sweep: str, rows: Sequence[Row], bundle: Sequence[str]) -> int:
+def main(results: Path, sweep: str, rows: Sequence[Row], bundle: Sequence[str], outdated: Mapping[str, str]) -> int:
     """`python -m kvgate table`: what there is now. Returns 1 where there is no verdict at all.
 
-    bundle: the config's sweep.bundle.
+    bundle: the config's sweep.bundle. outdated: as in `load`.
     """
-    verdicts = load(results, (row.wildcards() for row in rows))
+    verdicts = load(results, (row.wildcards() for row in rows), outdated)
     if not verdicts:
         print(f"sweep {sweep}: no row is finished yet, {len(rows)} planned", file=sys.stderr)
         return 1
@@ -118,18 +136,23 @@ def main(results: Path, sweep: str, rows: Sequence[Row], bundle: Sequence[str]) 
     return 0
 
 
-def gate(results: Path, rows: Sequence[Row], require: Sequence[dict[str, Any]]) -> int:
-    """`python -m kvgate gate`: one line for each required row that is not `pass`; returns 1 where there is one.
+def gate(results: Path, rows: Sequence[Row], require: Sequence[dict[str, Any]], outdated: Mapping[str, str]) -> int:
+    """`python -m kvgate gate`: one line for each required row that is not `pass`, or whose verdict is not what would be
+    judged now; returns 1 where there is one.
 
     require: patterns (column -> value or values); none means every row. A pattern that no row matches fails too.
+    outdated: as in `load`.
     """
     wanted = [row for row in rows if not require or any(row.matches(pattern) for pattern in require)]
     lines = [f"required, but no row matches: {p}" for p in require if not any(row.matches(p) for row in rows)]
     for row in wanted:
-        where = path(results, row.wildcards())
-        verdict = record.read(where) if where.exists() else {"verdict": "missing", "reason": "not judged yet"}
-        if verdict["verdict"] != "pass":
-            lines.append(f"{verdict['verdict']}: {ship.row_name(row.wildcards())}: {verdict['reason']}")
+        there = load(results, [row.wildcards()], outdated)
+        verdict = there[0] if there else {"verdict": "missing", "reason": "not judged yet"}
+        word, reason = verdict["verdict"], verdict["reason"]
+        if verdict.get("stale"):
+            word, reason = "stale", f"was {word}; {verdict['stale']}: run snakemake"
+        if word != "pass":
+            lines.append(f"{word}: {ship.row_name(row.wildcards())}: {reason}")
     if not wanted and not lines:
         lines.append("no row is required: nothing was held to anything")
     print("\n".join(lines) if lines else f"gate: {len(wanted)} required rows pass")

@@ -14,7 +14,7 @@ if str(BASE / "workflow") not in sys.path:
 from snakemake.logging import logger
 from snakemake.settings.types import Quietness
 
-from kvgate import keys, preflight, progress, sweep, terminal
+from kvgate import audit, keys, preflight, progress, sweep, terminal
 from kvgate.config import ConfigError
 from kvgate.contract import canonical
 from kvgate.job import RECORDS
@@ -104,6 +104,12 @@ def begin():
         return True
     BEGUN.append(True)
     STALE.update(progress.stale(PLAN, Path(RESULTS)))
+    dated = 0 if workflow.dryrun else audit.redate(PLAN, Path(RESULTS), STALE)
+    if dated:
+        print(
+            f"kvgate: results were dated in the future: {dated} dated in order",
+            file=sys.stderr,
+        )
     # Missing ones too: else a removed record between two that exist would not be made again.
     workflow.dag.forcefiles.update(f"{RESULTS}/{path}" for path in STALE)
     # One whole row early: a mistake shows after minutes, not hours. With it the exporters' rows, whose builds take

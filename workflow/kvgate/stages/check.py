@@ -29,7 +29,7 @@ def run(job: Job) -> dict[str, Any]:
     contract = Contract.from_json((folder / "contract.json").read_text())
     host = hosts.opened(folder, contract, job.config["mask"])
     engine = Engine(folder / "model.onnx", contract)
-    files, programs, findings = {}, {}, []
+    files, programs, findings, isolated = {}, {}, [], False
     exported = job.read("export")
     moved = "moved.npz" in exported["files"]
     if moved:
@@ -42,6 +42,7 @@ def run(job: Job) -> dict[str, Any]:
             )
         seen = observe(engine, host, trace, program["histories"], job.config["isolated"], _say(name))
         programs[name], found = compare.differences(contract, trace, seen, LIMIT)
+        isolated |= "isolated/positions" in seen
         findings += [x | {"program": name} for x in found if not moved]
         buffer = io.BytesIO()
         np.savez(buffer, **seen)  # type: ignore[arg-type]
@@ -49,9 +50,9 @@ def run(job: Job) -> dict[str, Any]:
         record.write_bytes(path, buffer.getvalue())
         files[f"observations/{name}.npz"] = record.sha256(path)
     if findings:
-        raise record.Blocked(
-            f"the graph differs from the model: {findings[0]['text']}", findings, programs=programs, files=files
-        )
+        findings.sort(key=compare.place)
+        why = compare.reason(findings, isolated)
+        raise record.Blocked(f"the graph differs from the model: {why}", findings, programs=programs, files=files)
     # Matrices as sums of two are for int4, and an exporter's graph is not ours to run ideally.
     of_float16 = not moved and contract.form != "exporter" and not exported["terms"]
     float16 = _float16(job, contract, host) if of_float16 else None

@@ -61,6 +61,8 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found = [g for name in metrics for g in gates.judge(name, metrics[name], arrays[name], limits)]
     if not found:
         found = [gates.Gate("compared", "fail", "no comparison was made")]
+    elif contract.cache_outputs():
+        found += gates.capacity(contract.cache.capacity, arrays)
     ran = inputs.get("run", {})
     found += boards.gates(ran, inputs.get("selftest"))
     verdict = gates.worst([g.verdict for g in found])
@@ -72,7 +74,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     place |= first.first if first else {}
     outside = inputs["verify"].get("coverage", {})
     evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place, outside))
-    known = first is None or first.name in gates.OF_BOARD  # its text is the cause
+    known = first is None or first.name in (*gates.OF_BOARD, *gates.OF_SWEEP)  # its text is the cause
     evidence = replace(evidence, check=_checked(inputs["check"]))
     cause = "" if known else causes.explain(evidence)
     findings += [] if known else causes.uncovered(evidence, outside)
@@ -92,6 +94,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "findings": findings,
         "figures": figures.figures(contract, build, metrics, arrays)
         | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
+        | {"dtype": evidence.dtype or "fp32"}
         | boards.figures(ran, inputs.get("simulator"), build),
     }
 

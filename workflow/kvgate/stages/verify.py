@@ -29,6 +29,7 @@ def run(job: Job) -> dict[str, Any]:
         with np.load(path) as seen:
             _all_ran(program["histories"], seen, path)
             body, arrays = compare.compare(contract, trace, seen)
+            body["steps"] = compare.counted(contract, trace, seen, program["histories"], job.config["isolated"])
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
         file = f"{name}/metrics.npz"
