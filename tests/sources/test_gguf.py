@@ -23,7 +23,7 @@ def file(model, tmp_path_factory):
 
 def test_weights_tokenizer_and_licence_come_through(model, file, tmp_path):
     facts = gguf.fetch({"path": str(file)}, tmp_path)
-    assert facts == {"revision": record.sha256(file), "licence": "mit"}
+    assert facts == {"revision": record.sha256(file), "licence": "mit", "left_out": {}}
     got = reference.load(tmp_path).state_dict()
     for name, wanted in model.state_dict().items():
         wanted = wanted.numpy()
