@@ -1,5 +1,6 @@
 """Write a tiny llama as a GGUF file: an own small writer on top of the gguf package. Not a test itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The file format's order of rotary channels: pairs side by side instead of halves. [heads * D, C]"""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    """The file format's order of rotary channels: pairs side by side instead of halves. [heads * D, ...]"""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, model: Any, architecture: str = "llama") -> None:
-    """A model (transformers' llama, float32) with a byte-level tokenizer; Q8_0 for the FFN matrices."""
+def write(
+    path: Path, model: Any, architecture: str = "llama", edit: Callable[[Any], Any] = id, without: str = "nothing"
+) -> None:
+    """A model (transformers' llama, float32) with a byte-level tokenizer; Q8_0 for the FFN matrices.
+
+    `edit` gets the writer, to add to the file; tensors and keys that have `without` in their name are left out.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_license("mit")
@@ -44,6 +50,10 @@ def write(path: Path, model: Any, architecture: str = "llama") -> None:
     _tokenizer(writer, config.vocab_size)
     for name, tensor in model.state_dict().items():
         _tensor(writer, name, tensor.numpy(), config)
+    edit(writer)
+    for entries in (*writer.kv_data, *writer.tensors):
+        for name in [x for x in entries if without in x]:
+            del entries[name]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -51,7 +61,7 @@ def write(path: Path, model: Any, architecture: str = "llama") -> None:
 
 
 def _tensor(writer: Any, name: str, weight: np.ndarray, config: Any) -> None:
-    bare = name.removesuffix(".weight")
+    bare, kind_of = name.rsplit(".", 1)
     if bare in TOP:
         writer.add_tensor(f"{TOP[bare]}.weight", weight)
         return
@@ -60,8 +70,8 @@ def _tensor(writer: Any, name: str, weight: np.ndarray, config: Any) -> None:
         weight = interleaved(weight, config.num_attention_heads)
     if part == "self_attn.k_proj":
         weight = interleaved(weight, config.num_key_value_heads)
-    target = f"blk.{layer}.{BLOCK[part]}.weight"
-    if part.startswith("mlp."):
+    target = f"blk.{layer}.{BLOCK[part]}.{kind_of}"
+    if part.startswith("mlp.") and kind_of == "weight":
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(target, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     else:

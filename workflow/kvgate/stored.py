@@ -17,8 +17,8 @@ from kvgate.record import blocked
 from kvgate.sources.folder import one_line
 
 _BLOCK = 1 << 22  # values that are converted at once
-_FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-_OTHERS = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bfloat16: its upper half of float32
+_TYPES = _FLOATS | {"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1", "BOOL": "u1"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def content(shape: Iterable[int], blocks: Iterable[np.ndarray]) -> Content:
     """Of flat float32 blocks in order."""
     crc, total, squares = 0, 0.0, 0.0
     for block in blocks:
-        crc = zlib.crc32(np.ascontiguousarray(block), crc)
+        crc = zlib.crc32(np.ascontiguousarray(block).data, crc)
         wide = block.astype(np.float64)
         total += float(wide.sum())
         squares += float(wide @ wide)
@@ -85,7 +85,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, str, Content]]:
     for name, entry in header.items():
         first, last = (start + x for x in entry["data_offsets"])
         dtype, shape = entry["dtype"], entry["shape"]
-        if dtype not in _FLOATS and dtype not in _OTHERS:
+        if dtype not in _TYPES:
             text = f"{path.name}: tensor {name}: got {dtype}, allowed: {', '.join(_FLOATS)} (dequantize it first)"
             raise blocked("weights", text)
         yield name, dtype, content(shape, _blocks(data[first:last], dtype))
@@ -111,7 +111,7 @@ def _header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _blocks(data: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
-    raw = data.view(_FLOATS.get(dtype) or _OTHERS[dtype])
+    raw = data.view(np.dtype(_TYPES[dtype]))
     for i in range(0, raw.size, _BLOCK):
         part = raw[i : i + _BLOCK]
         yield (part.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else part.astype(np.float32)

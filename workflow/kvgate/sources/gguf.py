@@ -64,7 +64,7 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
 
     from kvgate import gguffile, held
 
-    file = gguffile.File(gguf.GGUFReader(path), f"gguf {path.name}")
+    file = gguffile.File(gguf.GGUFReader(str(path)), f"gguf {path.name}")
     file.check()
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(str(path.parent), **where)
