@@ -117,6 +117,13 @@ def test_a_tensor_that_the_model_has_no_place_for(copied, tmp_path, name, shape)
     assert kind == "weights" and f"the first is {name} {list(shape)}" in reason
 
 
+def test_integers_are_no_weights(copied, tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole = torch.randint(-128, 127, (48, 32), dtype=torch.int8)
+    reason, _ = blocked(tmp_path / "results", with_tensors(copied, **{name: whole}))
+    assert name in reason and ("integers" in reason or "loaded other values" in reason)
+
+
 def test_what_means_nothing_is_in_the_manifest(copied, tmp_path):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     source = with_tensors(copied, **{name: 10000.0 ** -(torch.arange(0, 8, 2) / 8)})

@@ -250,6 +250,7 @@ def test_every_end_of_a_turn_ends_a_text(model, tmp_path):
     def ends(writer):
         writer.add_eot_token_id(258)
         writer.add_string("vendor.note", "x")
+        writer.add_tokenizer_pre("smollm")
         writer.add_bool("llama.rope.scaling.finetuned", True)
 
     tiny_gguf.write(tmp_path / "ends.gguf", model, edit=ends)
@@ -258,4 +259,7 @@ def test_every_end_of_a_turn_ends_a_text(model, tmp_path):
         257,
         258,
     )
-    assert facts["left_out"] == {"vendor.note": "no key of the model"}
+    assert facts["left_out"] == {
+        "vendor.note": "no key of the model",
+        "tokenizer.ggml.pre": "the loader's tokenizers do not read it",
+    }

@@ -80,6 +80,8 @@ class File:
 
     def check(self) -> None:
         """Raises Blocked where the file is not one whole model."""
+        if "general.architecture" not in self.reader.fields:
+            raise self.refuse("lacks the key general.architecture", "architecture")
         kind = self.value("general.type", "model")
         if kind == "adapter":
             raise self.refuse("an adapter: merge it first", "adapter")
@@ -121,18 +123,26 @@ class File:
         found = {self.value(f"tokenizer.ggml.{x}_token_id") for x in _ENDS}
         return sorted(int(x) for x in found if x is not None)
 
-    def left_out(self) -> dict[str, str]:
-        """Keys that nothing reads, to why."""
-        read = (self.prefix, "general.", "tokenizer.", "GGUF.", "split.")
-        out = {x: "no key of the model" for x in self.reader.fields if not x.startswith(read)}
-        out |= {x: "advice for sampling" for x in self.reader.fields if x.startswith("general.sampling.")}
+    def left_out(self, read: set[str]) -> dict[str, str]:
+        """Keys that nothing reads, to why; `read` are those of `tokenizer.` that the loader reads."""
+        known = (self.prefix, "general.", "tokenizer.", "GGUF.", "split.")
+        read = read | {f"tokenizer.ggml.{x}_token_id" for x in _ENDS}
+        out = {}
+        for key in self.reader.fields:
+            if not key.startswith(known):
+                out[key] = "no key of the model"
+            elif key.startswith("general.sampling."):
+                out[key] = "advice for sampling"
+            elif key.startswith("tokenizer.") and key not in read:
+                out[key] = "the loader's tokenizers do not read it"
         return out
 
 
 def configure(config: Any, file: File) -> None:
     """Put what the file says into transformers' config. Raises Blocked with the key or tensor that has no place."""
     own = file.own()
-    own.setdefault("attention.head_count_kv", own["attention.head_count"])
+    own.setdefault("attention.head_count_kv", own["attention.head_count"])  # llama.cpp's defaults
+    own.setdefault("attention.key_length", own["embedding_length"] // own["attention.head_count"])
     scaling = {x: own.pop(x) for x in list(own) if x.startswith(_SCALING) or x == _LINEAR}
     rotary = {x: own.pop(x) for x in list(own) if x.startswith("rope.")}
     window = {x: own.pop(x) for x in list(own) if x.startswith("attention.sliding_window")}
@@ -169,15 +179,15 @@ def _set(config: Any, key: str, value: Any) -> bool:
     if isinstance(value, list):
         return False
     names = [x for x in _MEANINGS.get(key, ()) if _declared(config, x)]
-    for name in names[:1]:
-        setattr(config, name, value)
+    if names:
+        setattr(config, names[0], value)
         return True
     derived = {  # of configs without the key
         "context_length": value,  # positions without an end
         "feed_forward_length": 4 * config.hidden_size,
         "attention.head_count_kv": config.num_attention_heads,
-        "attention.key_length": config.hidden_size // config.num_attention_heads,
-        "attention.value_length": config.hidden_size // config.num_attention_heads,
+        "attention.key_length": _head(config),
+        "attention.value_length": _head(config),
     }
     return key in derived and value == derived[key]
 

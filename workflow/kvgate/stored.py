@@ -37,10 +37,11 @@ class Content:
 
 @dataclass(frozen=True)
 class Weights:
-    """dtypes: the files' names of them (`F32`, `BF16`, ...), of the tensors that are floats."""
+    """dtypes: the files' names of them (`F32`, `BF16`, ...), of the tensors that are floats; integers: the others."""
 
     contents: dict[str, Content]
     dtypes: frozenset[str]
+    integers: tuple[str, ...]
 
 
 def content(shape: Iterable[int], blocks: Iterable[np.ndarray]) -> Content:
@@ -68,15 +69,16 @@ def of_tensor(values: Any) -> Content:
 def read(folder: Path) -> Weights:
     """All tensors of the folder's weight files. Raises Blocked on a damaged file and on a name that is there twice."""
     contents: dict[str, Content] = {}
-    dtypes: set[str] = set()
+    dtypes: dict[str, str] = {}
     files = sorted(folder.glob("*.safetensors"))
     for path in files or sorted(folder.glob("*.bin")):
         for name, dtype, found in _safetensors(path) if files else _pickle(path):
             if name in contents:
                 raise blocked("weights", f"{path.name}: tensor {name}: got it twice, allowed: once in all files")
             contents[name] = found
-            dtypes |= {dtype} & _FLOATS.keys()
-    return Weights(contents, frozenset(dtypes))
+            dtypes[name] = dtype
+    integers = tuple(name for name, dtype in dtypes.items() if dtype not in _FLOATS)
+    return Weights(contents, frozenset(dtypes.values()) & _FLOATS.keys(), integers)
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, str, Content]]:

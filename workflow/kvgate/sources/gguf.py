@@ -70,7 +70,7 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     config = AutoConfig.from_pretrained(str(path.parent), **where)
     gguffile.configure(config, file)
     model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), config=config, dtype=torch.float32, **where)
-    left_out = file.left_out() | held.hold(file.contents(), model)
+    left_out = file.left_out(_tokenizer_keys(file.value("tokenizer.ggml.pre"))) | held.hold(file.contents(), model)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
     model.generation_config.eos_token_id = file.end_ids() or None
     # save_pretrained refuses a model that still counts as quantized; the weights are plain float32 by now.
@@ -80,3 +80,14 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
         if hasattr(owner, name):
             delattr(owner, name)
     return model, tokenizer, {"licence": file.value("general.license"), "left_out": left_out}
+
+
+def _tokenizer_keys(split: str | None) -> set[str]:
+    """The keys that transformers makes a tokenizer of. Of names for how text is split it knows some."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        GGUF_TOKENIZER_MAPPING,
+    )
+
+    read = {f"tokenizer.{x}" for part in GGUF_TOKENIZER_MAPPING.values() for x in part}
+    return read if split in GGUF_PRE_TOKENIZER_SPLITS else read - {"tokenizer.ggml.pre"}

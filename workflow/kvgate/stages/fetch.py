@@ -71,6 +71,9 @@ def _inspect(folder: Path) -> dict[str, Any]:
         if not torch.isfinite(parameter).all():
             raise blocked("weights", f"weight {name}: got NaN or inf, allowed: finite values")
     left_out = held.hold(weights.contents, model)
+    for name in weights.integers:
+        if name in dict(model.named_parameters()):
+            raise blocked("weights", f"weight {name}: got integers, allowed: floats (dequantize the checkpoint first)")
     if not list(folder.glob("*.safetensors")):  # an old checkpoint: pickles are read once, here
         for path in folder.glob("*.bin*"):
             path.unlink()
@@ -136,12 +139,12 @@ def _model(folder: Path, config: Any, dtypes: frozenset[str]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    only = {"BF16": torch.bfloat16, "F16": torch.float16}.get(*dtypes) if len(dtypes) == 1 else None
+    halves = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
-            dtype=only or torch.float32,
+            dtype=halves.get(dtypes, torch.float32),
             attn_implementation="eager",
             local_files_only=True,
             output_loading_info=True,
