@@ -1,8 +1,9 @@
 """What a loader may do with a file's tensors, and what is refused, on a model of four matrices a layer."""
 
+import families
 import pytest
 import torch
-from kvgate import held, record, stored
+from kvgate import held, record, reference, stored
 from torch import nn
 
 
@@ -125,3 +126,24 @@ def test_what_is_meaningless_says_so_by_name_and_by_value(file, model):
     assert "rotary frequencies" in refused(file | {frequencies: 2 * rounded}, model)
     assert "layers.0.attn.bias" in refused(file | {"layers.0.attn.bias": torch.ones(5, 5)}, model)
     assert "position_ids" in refused(file | {"position_ids": torch.arange(1, 10)}, model)
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_every_family_comes_back_as_its_files(family, tmp_path):
+    """What transformers renames on the way out and in is found again."""
+    families.checkpoint(tmp_path, family)
+    weights = stored.read(tmp_path)
+    loaded = reference.load(tmp_path)
+    assert held.hold(weights.contents, loaded) == {}
+    with torch.no_grad():
+        next(x for x in loaded.parameters() if x.ndim == 2)[0, 0] += 1e-3
+    with pytest.raises(record.Blocked, match="weight"):
+        held.hold(weights.contents, loaded)
+
+
+def test_an_old_checkpoint_of_the_model_without_its_head(tmp_path):
+    """GPT-2's own: names without the prefix, masks beside the weights, the tied head left out."""
+    loaded = families.model("gpt2").eval()
+    bare = dict(loaded.transformer.state_dict())
+    masks = {"h.0.attn.bias": torch.ones(8, 8).tril()[None, None], "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    assert hold(bare | masks, loaded).keys() == masks.keys()

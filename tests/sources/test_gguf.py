@@ -240,6 +240,17 @@ def test_an_unknown_scaling_is_refused(model, tmp_path):
     assert "key llama.rope.scaling.type: got 'longrope', allowed: none, linear, yarn" in reason
 
 
+def test_gemma_s_norms_windows_and_bases_come_through(tmp_path):
+    """Its norms are stored as weight + 1; its window, head size and rotary base are keys that have to be honoured."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    rotary = {"full_attention": {"rope_type": "default", "rope_theta": 50000.0}}
+    config = {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 8, "vocab_size": 300} | sizes
+    model = random._model(config | {"num_hidden_layers": 6, "rope_parameters": rotary}, 3)
+    tiny_gguf.write(tmp_path / "tiny.gguf", without_quantized(model), "gemma3")
+    gguf.fetch({"path": str(tmp_path / "tiny.gguf")}, tmp_path / "into")
+    assert np.allclose(logits(reference.load(tmp_path / "into")), logits(model), atol=1e-5)
+
+
 def test_an_adapter_is_no_model(model, tmp_path):
     tiny_gguf.write(tmp_path / "lora.gguf", model, edit=lambda writer: writer.add_type("adapter"))
     reason, kind = blocked({"path": str(tmp_path / "lora.gguf")}, tmp_path / "into")
