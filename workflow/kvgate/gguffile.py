@@ -95,9 +95,11 @@ class File:
         over = self.reader.data.size - math.ceil(end / self.reader.alignment) * self.reader.alignment
         if over > 0:
             raise self.refuse(f"got {over} bytes after the last tensor, allowed: one GGUF file", "corrupt")
-        for key in _REQUIRED:
-            if self.prefix + key not in self.reader.fields:
-                raise self.refuse(f"lacks the key {self.prefix}{key}")
+        for key in (self.prefix + x for x in _REQUIRED):
+            if key not in self.reader.fields:
+                raise self.refuse(f"lacks the key {key}")
+            if not isinstance(self.value(key), int):
+                raise self.refuse(f"key {key}: got {self.value(key)!r}, allowed: one number for all blocks")
         self._blocks(int(self.value(f"{self.prefix}block_count")))
 
     def _blocks(self, count: int) -> None:
@@ -239,6 +241,7 @@ def _scale(config: Any, file: File, keys: dict[str, Any]) -> None:
     rotary: dict[str, Any] = _rotary(config) or {}
     if kind == "linear" and factor not in (0.0, 1.0):
         rotary |= {"rope_type": "linear", "factor": factor}
+        keys.pop(f"{_SCALING}original_context_length", None)  # it needs none
     elif kind == "yarn":
         given = {name: keys.pop(_SCALING + key) for key, name in _YARN.items() if _SCALING + key in keys}
         if "original_max_position_embeddings" not in given:

@@ -43,7 +43,7 @@ def take(origin: Path, into: Path, name: str) -> dict[str, Any]:
         raise blocked("missing", f"{name}: got no config.json, allowed: a transformers checkpoint")
     found = set(matching(origin, PATTERNS + FALLBACK))
     others = {path for path in found if path.name.endswith((".safetensors", ".bin", ".index.json"))} - set(weights)
-    files = sorted((found | set(weights)) - others)
+    files = sorted(found - others)
     for path in files:
         _not_a_pointer(path)
         copy(path, into / path.name)
@@ -99,8 +99,9 @@ def _shards(index: Path, name: str) -> list[Path]:
         named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise blocked("weights", f"{name}: {index.name}: cannot be read: {one_line(error)}") from error
+    there = {path.name for path in matching(index.parent, PATTERNS + FALLBACK)}
     for x in named:
-        if Path(x).name != x or not (index.parent / x).is_file():
+        if x not in there:
             raise blocked("missing", f"{name}: got no {x}, which {index.name} names, allowed: its files beside it")
     return [index.parent / x for x in named]
 
