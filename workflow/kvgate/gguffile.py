@@ -146,17 +146,18 @@ def configure(config: Any, file: File) -> None:
     own.setdefault("attention.head_count_kv", own["attention.head_count"])  # llama.cpp's defaults
     own.setdefault("attention.key_length", own["embedding_length"] // own["attention.head_count"])
     scaling = {x: own.pop(x) for x in list(own) if x.startswith(_SCALING) or x == _LINEAR}
-    rotary = {x: own.pop(x) for x in list(own) if x.startswith("rope.")}
+    positions = {x: own.pop(x) for x in list(own) if x.startswith("rope.")}
     window = {x: own.pop(x) for x in list(own) if x.startswith("attention.sliding_window")}
     for key, value in own.items():
         if not _nothing(key, value) and not _set(config, key, value):
             raise file.refuse(f"key {file.prefix}{key}: got {value!r}, which {config.model_type} has no place for")
     _window(config, file, window)
-    if _rotary(config) is not None:
-        _bases(config, file, rotary)
-        _scale(config, file, scaling)
-        _frequencies(config, file)
-    elif rotary or scaling or FREQUENCIES in file.tensors:
+    rotary = _rotary(config)
+    if rotary is not None:
+        _bases(config, file, rotary, positions)
+        _scale(file, rotary, scaling)
+        _frequencies(file, rotary)
+    elif positions or scaling or FREQUENCIES in file.tensors:
         raise file.refuse(f"rotary positions, which {config.model_type} has no place for")
     for key, parts in (
         ("attention_bias", ("attn_q", "attn_k", "attn_v", "attn_output")),
@@ -205,12 +206,15 @@ def _rotary(config: Any) -> dict[str, Any] | None:
 
 
 def _window(config: Any, file: File, keys: dict[str, Any]) -> None:
-    size = keys.pop("attention.sliding_window", 0)
+    key = "attention.sliding_window"
+    size = keys.pop(key, 0)
     kinds = getattr(config, "layer_types", None)
-    if size and size < config.max_position_embeddings:
-        if not _declared(config, "sliding_window") or (kinds and "sliding_attention" not in kinds):
-            raise file.refuse(f"key {file.prefix}attention.sliding_window: got {size}, which no layer would have")
-        config.sliding_window = size
+    if not size and kinds and "sliding_attention" in kinds:
+        raise file.refuse(f"lacks the key {file.prefix}{key}, which {config.model_type} needs")
+    if _declared(config, "sliding_window") and (not kinds or "sliding_attention" in kinds):
+        config.sliding_window = size or None
+    elif 0 < size < config.max_position_embeddings:
+        raise file.refuse(f"key {file.prefix}{key}: got {size}, which {config.model_type} has no place for")
     for key, value in keys.items():  # its pattern: every so many layers, or a list
         n = len(kinds or ())
         sliding = value if isinstance(value, list) else [bool((i + 1) % value) if value else True for i in range(n)]
@@ -218,8 +222,7 @@ def _window(config: Any, file: File, keys: dict[str, Any]) -> None:
             raise file.refuse(f"key {file.prefix}{key}: got {value!r}, allowed: that of {config.model_type}")
 
 
-def _bases(config: Any, file: File, keys: dict[str, Any]) -> None:
-    rotary: dict[str, Any] = _rotary(config) or {}
+def _bases(config: Any, file: File, rotary: dict[str, Any], keys: dict[str, Any]) -> None:
     rotary["rope_theta"] = float(keys.pop("rope.freq_base", 10000.0))  # llama.cpp's default
     local = keys.pop("rope.freq_base_swa", None)
     if local is not None and "sliding_attention" in config.rope_parameters:
@@ -233,12 +236,11 @@ def _bases(config: Any, file: File, keys: dict[str, Any]) -> None:
         raise file.refuse(f"key {file.prefix}{key}: got {value!r}, which {config.model_type} has no place for")
 
 
-def _scale(config: Any, file: File, keys: dict[str, Any]) -> None:
+def _scale(file: File, rotary: dict[str, Any], keys: dict[str, Any]) -> None:
     keys.pop(f"{_SCALING}finetuned", None)
     linear = keys.pop(_LINEAR, None)
     kind = keys.pop(f"{_SCALING}type", "linear" if linear else "none")
     factor = float(keys.pop(f"{_SCALING}factor", linear or 1.0))
-    rotary: dict[str, Any] = _rotary(config) or {}
     if kind == "linear" and factor not in (0.0, 1.0):
         rotary |= {"rope_type": "linear", "factor": factor}
         keys.pop(f"{_SCALING}original_context_length", None)  # it needs none
@@ -254,12 +256,11 @@ def _scale(config: Any, file: File, keys: dict[str, Any]) -> None:
             raise file.refuse(f"key {file.prefix}{key}: got {value!r}, allowed: none beside {kind}")
 
 
-def _frequencies(config: Any, file: File) -> None:
+def _frequencies(file: File, rotary: dict[str, Any]) -> None:
     """rope_freqs.weight, what every frequency is divided by: Llama 3's rule, found again, or refused."""
     if FREQUENCIES not in file.tensors:
         return
     wanted = file.weight(FREQUENCIES).astype(np.float64)
-    rotary: dict[str, Any] = _rotary(config) or {}
     if (wanted == 1).all():
         return
     for rule in _rules(float(wanted.max())):
