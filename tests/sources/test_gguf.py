@@ -139,7 +139,9 @@ def test_a_block_that_the_file_does_not_count(model, tmp_path):
 
 
 def made(**config):
-    return random._model(LLAMA | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1} | config, 3)
+    """Weights large enough that attention looks at places."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "initializer_range": 0.3}
+    return random._model(LLAMA | sizes | config, 3)
 
 
 def logits(model):
@@ -198,7 +200,7 @@ def test_scaled_rotary_positions_are_honoured(tmp_path, name):
     parameters, edit = ROTARY[name]
     model = without_quantized(made(rope_parameters=parameters | {"rope_theta": 10000.0}))
     edit = edit or (lambda writer: writer.add_tensor("rope_freqs.weight", divisors(model)))
-    assert np.allclose(through(model, tmp_path, edit), logits(model), atol=1e-6)
+    assert np.allclose(through(model, tmp_path, edit), logits(model), atol=1e-5)
     (tmp_path / "dropped").mkdir()
     assert not np.allclose(through(model, tmp_path / "dropped"), logits(model), atol=1e-3)  # what a loader drops
 
@@ -212,7 +214,7 @@ def test_frequencies_of_no_known_rule_are_refused(model, tmp_path):
 
 def test_biases_are_honoured_or_named(tmp_path):
     model = without_quantized(made(attention_bias=True, mlp_bias=True))
-    assert np.allclose(through(model, tmp_path), logits(model), atol=1e-6)
+    assert np.allclose(through(model, tmp_path), logits(model), atol=1e-5)
     tiny_gguf.write(tmp_path / "some.gguf", model, without="attn_output.bias")  # a llama has four or none
     reason, kind = blocked({"path": str(tmp_path / "some.gguf")}, tmp_path / "into")
     assert kind == "weights" and "the first is blk.0.attn_q.bias" in reason
@@ -220,15 +222,15 @@ def test_biases_are_honoured_or_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("attention.scale", 0.5), ("expert_count", 8.0), ("attention.sliding_window", 8.0), ("rope.dimension_count", 8.0)],
+    [("attention.scale", 0.5), ("expert_count", 8), ("attention.sliding_window", 8), ("rope.dimension_count", 8)],
 )
 def test_a_key_that_has_no_place_is_refused(model, tmp_path, key, value):
     def add(writer):
         writer.kv_data[0].pop(f"llama.{key}", None)
-        writer.add_float32(f"llama.{key}", value)
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"llama.{key}", value)
 
     tiny_gguf.write(tmp_path / "keys.gguf", model, edit=add)
-    assert f"key llama.{key}: got {value:g}" in blocked({"path": str(tmp_path / "keys.gguf")}, tmp_path / "into")[0]
+    assert f"key llama.{key}: got {value}" in blocked({"path": str(tmp_path / "keys.gguf")}, tmp_path / "into")[0]
 
 
 def test_an_unknown_scaling_is_refused(model, tmp_path):
@@ -245,10 +247,11 @@ def test_gemma_s_norms_windows_and_bases_come_through(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     rotary = {"full_attention": {"rope_type": "default", "rope_theta": 50000.0}}
     config = {"model_type": "gemma3_text", "head_dim": 32, "sliding_window": 8, "vocab_size": 300} | sizes
-    model = random._model(config | {"num_hidden_layers": 6, "rope_parameters": rotary}, 3)
+    more = {"num_hidden_layers": 6, "rope_parameters": rotary, "initializer_range": 0.3}
+    model = random._model(config | more, 3)
     tiny_gguf.write(tmp_path / "tiny.gguf", without_quantized(model), "gemma3")
     gguf.fetch({"path": str(tmp_path / "tiny.gguf")}, tmp_path / "into")
-    assert np.allclose(logits(reference.load(tmp_path / "into")), logits(model), atol=1e-5)
+    assert np.allclose(logits(reference.load(tmp_path / "into")), logits(model), atol=1e-3)
 
 
 def test_an_adapter_is_no_model(model, tmp_path):

@@ -66,14 +66,14 @@ def _inspect(folder: Path) -> dict[str, Any]:
 
     config = _config(folder)
     weights = stored.read(folder)
+    for name in weights.integers:
+        if name.endswith(".weight"):
+            raise blocked("weights", f"weight {name}: got integers, allowed: floats (dequantize the checkpoint first)")
     model = _model(folder, config, weights.dtypes)
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise blocked("weights", f"weight {name}: got NaN or inf, allowed: finite values")
     left_out = held.hold(weights.contents, model)
-    for name in weights.integers:
-        if name in dict(model.named_parameters()):
-            raise blocked("weights", f"weight {name}: got integers, allowed: floats (dequantize the checkpoint first)")
     if not list(folder.glob("*.safetensors")):  # an old checkpoint: pickles are read once, here
         for path in folder.glob("*.bin*"):
             path.unlink()
