@@ -78,7 +78,7 @@ def read(folder: Path) -> Weights:
             contents[name] = found
             dtypes[name] = dtype
     integers = tuple(name for name, dtype in dtypes.items() if dtype not in _FLOATS)
-    return Weights(contents, frozenset(dtypes.values()) & _FLOATS.keys(), integers)
+    return Weights(contents, frozenset(dtypes.values()).intersection(_FLOATS), integers)
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, str, Content]]:
