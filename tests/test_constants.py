@@ -7,7 +7,7 @@ from kvgate import sweep
 from kvgate.constants import constants
 
 MODULES = [(folder, name) for folder in ("weights", "sources") for name in sweep.modules(folder)]
-READ = {"FAMILIES", "DTYPES", "STATISTICS", "MOVES", "DISABLE", "HYBRID", "REQUIRED"}
+READ = {"FAMILIES", "DTYPES", "STATISTICS", "MOVES", "DISABLE", "HYBRID", "REQUIRED", "OPTIONAL", "LOCAL"}
 
 
 @pytest.mark.parametrize(("folder", "name"), MODULES)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from kvgate import record
+from kvgate import record, reference
 from kvgate.stages import fetch
 from safetensors.torch import load_file, save_file
 from tiny import fetch_job, fetched, random_source
@@ -82,6 +82,101 @@ def test_pickled_weights_become_safetensors(copied, tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_pickled_weights_are_read_as_stored(copied, tmp_path, stored):
+    """Whatever dtype config.json says: its rounding would be the reference's."""
+    wanted = {name: x.to(stored) for name, x in load_file(copied / "model.safetensors").items()}
+    torch.save(wanted, copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    config = record.read(copied / "config.json") | {"dtype": "bfloat16"}
+    (copied / "config.json").write_text(json.dumps(config))
+    job = fetch_job(tmp_path / "results", {"kind": "folder", "path": str(copied)})
+    fetch.run(job)
+    got = load_file(job.folder / "model.safetensors")
+    assert all(got[name].dtype == stored and torch.equal(got[name], x) for name, x in wanted.items())
+    loaded = reference.load(job.folder).state_dict()
+    assert all(torch.equal(loaded[name], x.float()) for name, x in wanted.items())
+
+
+def with_tensors(folder, **more):
+    tensors = load_file(folder / "model.safetensors") | more
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return {"kind": "folder", "path": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.up_proj.bias", (48,)),  # mlp_bias true in the file, false in config.json
+        ("model.layers.0.mlp.up_proj.weight_scale", ()),  # quantized weights without a quantization_config
+        ("model.layers.2.input_layernorm.weight", (32,)),  # more layers than the config
+    ],
+)
+def test_a_tensor_that_the_model_has_no_place_for(copied, tmp_path, name, shape):
+    reason, kind = blocked(tmp_path / "results", with_tensors(copied, **{name: torch.ones(shape)}))
+    assert kind == "weights" and f"the first is {name} {list(shape)}" in reason
+
+
+def test_integers_are_no_weights(copied, tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    whole = torch.randint(-128, 127, (48, 32), dtype=torch.int8)
+    reason, _ = blocked(tmp_path / "results", with_tensors(copied, **{name: whole}))
+    assert reason == f"weight {name}: got integers, allowed: floats (dequantize the checkpoint first)"
+
+
+def test_what_means_nothing_is_in_the_manifest(copied, tmp_path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    source = with_tensors(copied, **{name: 10000.0 ** -(torch.arange(0, 8, 2) / 8)})
+    (copied / "consolidated.safetensors").write_bytes(b"")
+    body = fetch.run(fetch_job(tmp_path / "results", source))
+    assert body["left_out"] == {
+        name: "rotary frequencies, equal to those of config.json",
+        "consolidated.safetensors": "the weights are those of model.safetensors",
+    }
+
+
+def test_a_loader_that_says_nothing_is_not_believed(copied, tmp_path, monkeypatch):
+    """The file is read a second time: a model with other values is refused whatever transformers reports."""
+    from transformers import AutoModelForCausalLM
+
+    load = AutoModelForCausalLM.from_pretrained
+
+    def faulty(*given, **named):
+        model, report = load(*given, **named)
+        with torch.no_grad():
+            weight = model.model.layers[1].mlp.down_proj.weight
+            weight.copy_(weight.bfloat16())
+        return model, report
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", faulty)
+    reason, _ = blocked(tmp_path / "results", {"kind": "folder", "path": str(copied)})
+    assert "weight model.layers.1.mlp.down_proj.weight: loaded other values than the file's" in reason
+
+
+WHY = {
+    "a field's type": ({"num_hidden_layers": "2"}, "Field 'num_hidden_layers' expected int, got str (value: '2')"),
+    "sizes that do not fit": ({"num_attention_heads": 5}, "The hidden size (32) is not a multiple of the number of"),
+    "a rope type": ({"rope_scaling": {"rope_type": "foo"}}, "config.json: rope_scaling.rope_type: got 'foo', allowed"),
+    "an activation": ({"hidden_act": "nosuch"}, "config.json: hidden_act: got 'nosuch', allowed: "),
+    "a vocabulary": ({"vocab_size": 310}, "got [300, 32] in the file, allowed: [310, 32] by config.json"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: got 'fp8', allowed: none"),
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_the_reason_says_why(copied, tmp_path, name):
+    change, says = WHY[name]
+    (copied / "config.json").write_text(json.dumps(record.read(copied / "config.json") | change))
+    reason, _ = blocked(tmp_path / "results", {"kind": "folder", "path": str(copied)})
+    assert says in reason
+
+
+@pytest.mark.parametrize(("text", "says"), [("[]", "config.json: got list"), ("{", "config.json: is no JSON: ")])
+def test_a_config_that_is_none(copied, tmp_path, text, says):
+    (copied / "config.json").write_text(text)
+    assert blocked(tmp_path / "results", {"kind": "folder", "path": str(copied)})[0].startswith(says)
+
+
 def test_unknown_source_lists_the_known(tmp_path):
     reason, _ = blocked(tmp_path, {"kind": "ftp"})
     assert reason == "source kind: got 'ftp', known: folder, gguf, hub, package, random"
@@ -146,7 +241,8 @@ def test_a_damaged_text_file(copied, tmp_path, name):
 def test_a_missing_tokenizer(copied, tmp_path):
     for path in copied.glob("tokenizer*"):
         path.unlink()
-    assert blocked(tmp_path / "results", {"kind": "folder", "path": str(copied)})[1] == "tokenizer"
+    reason, kind = blocked(tmp_path / "results", {"kind": "folder", "path": str(copied)})
+    assert kind == "tokenizer" and reason.startswith("tokenizer: got no file of one, allowed: tokenizer.json or ")
 
 
 @pytest.mark.parametrize("source", [{"kind": "folder", "path": "nowhere"}, {"kind": "gguf", "path": "nowhere.gguf"}])

@@ -334,6 +334,25 @@ BAD = {
         lambda c: c.update(models={"mine": {"source": {"kind": "hub", "id": "a/b", "revision": "main"}}}),
         "models.mine.source.revision: got 'main', allowed: [0-9a-f]{40}",
     ),
+    "a key that no source of the kind has": (
+        lambda c: c.update(models={"mine": {"source": {"kind": "gguf", "path": "x.gguf", "sha265": "0"}}}),
+        "models.mine.source: got 'sha265', known: kind, licence, path, sha256",
+    ),
+    "another kind's key": (
+        lambda c: c.update(models={"mine": {"source": {"kind": "folder", "path": "x", "version": "1"}}}),
+        "models.mine.source: got 'version', known: kind, licence, path",
+    ),
+    "a version that YAML took for a number": (
+        lambda c: c.update(models={"mine": {"source": {"kind": "package", "name": "a", "version": 1.1, "file": "f"}}}),
+        "models.mine.source.version: got 1.1, allowed: a text",
+    ),
+    "a folder that is not there": (
+        lambda c: (
+            c.update(models={"mine": {"source": {"kind": "folder", "path": "no/such"}}}),
+            block(models=["mine"])(c),
+        ),
+        "models.mine.source.path: got 'no/such', allowed: what is there, seen from the repository",
+    ),
     "an exclude that takes nothing away": (
         block(exclude=[{"strategy": "tiny_blnd"}]),
         "sweep.blocks[0].exclude[0]: got {'strategy': 'tiny_blnd'}, which takes no tuple away",

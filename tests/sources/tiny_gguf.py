@@ -1,5 +1,6 @@
-"""Write a tiny llama as a GGUF file: an own small writer on top of the gguf package. Not a test itself."""
+"""Write a tiny llama or gemma 3 as a GGUF file: an own small writer on top of the gguf package. Not a test itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,28 @@ BLOCK = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA = BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The file format's order of rotary channels: pairs side by side instead of halves. [heads * D, C]"""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+    """The file format's order of rotary channels: pairs side by side instead of halves. [heads * D, ...]"""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(path: Path, model: Any, architecture: str = "llama") -> None:
-    """A model (transformers' llama, float32) with a byte-level tokenizer; Q8_0 for the FFN matrices."""
+def write(
+    path: Path, model: Any, architecture: str = "llama", edit: Callable[[Any], Any] = id, without: str = "nothing"
+) -> None:
+    """A model (transformers' llama or gemma3_text, float32) with a byte-level tokenizer; Q8_0 for the FFN matrices.
+
+    `edit` gets the writer, to add to the file; tensors and keys that have `without` in their name are left out.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_license("mit")
@@ -38,12 +51,22 @@ def write(path: Path, model: Any, architecture: str = "llama") -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    if architecture == "gemma3":
+        writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+    else:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     _tokenizer(writer, config.vocab_size)
     for name, tensor in model.state_dict().items():
         _tensor(writer, name, tensor.numpy(), config)
+    edit(writer)
+    for entries in (*writer.kv_data, *writer.tensors):
+        for name in [x for x in entries if without in x]:
+            del entries[name]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -51,17 +74,22 @@ def write(path: Path, model: Any, architecture: str = "llama") -> None:
 
 
 def _tensor(writer: Any, name: str, weight: np.ndarray, config: Any) -> None:
-    bare = name.removesuffix(".weight")
+    bare, kind_of = name.rsplit(".", 1)
+    gemma = config.model_type == "gemma3_text"
+    if gemma and bare == "lm_head":  # tied
+        return
+    if gemma and bare.endswith("norm"):
+        weight = weight + np.float32(1)
     if bare in TOP:
         writer.add_tensor(f"{TOP[bare]}.weight", weight)
         return
     _, _, layer, part = bare.split(".", 3)
-    if part == "self_attn.q_proj":
+    if part == "self_attn.q_proj" and not gemma:
         weight = interleaved(weight, config.num_attention_heads)
-    if part == "self_attn.k_proj":
+    if part == "self_attn.k_proj" and not gemma:
         weight = interleaved(weight, config.num_key_value_heads)
-    target = f"blk.{layer}.{BLOCK[part]}.weight"
-    if part.startswith("mlp."):
+    target = f"blk.{layer}.{(GEMMA if gemma else BLOCK)[part]}.{kind_of}"
+    if part.startswith("mlp.") and kind_of == "weight":
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(target, gguf.quants.quantize(weight, kind), raw_dtype=kind)
     else:

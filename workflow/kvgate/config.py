@@ -32,7 +32,7 @@ def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
         read = _read(base, f"config/{name}.yaml")
         merged |= read if name == "config" else {name: read}
     for key, value in override.items():
-        merged[key] = _over(merged.get(key), value)
+        merged[key] = (_models if key == "models" else _over)(merged.get(key), value)
     _check_plain(merged, "")
     _validate(merged)
     return merged
@@ -66,6 +66,20 @@ def _over(below: Any, above: Any) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _over(below.get(key), value) for key, value in above.items()}
     return above
+
+
+def _models(below: Any, above: Any) -> Any:
+    """Models merge as everything does, but for one whose source says its `kind`: that is another model.
+
+    Its checksum, licence and context are not those of the entry that it replaces.
+    """
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {name: entry if _has_kind(entry) else _over(below.get(name), entry) for name, entry in above.items()}
+
+
+def _has_kind(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("source"), dict) and "kind" in entry["source"]
 
 
 def _check_plain(value: Any, where: str) -> None:

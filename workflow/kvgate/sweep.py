@@ -48,7 +48,7 @@ class Row:
 def rows(config: dict[str, Any], base: Path) -> list[Row]:
     """The rows of the sweep in the config's order, all references checked. Raises ConfigError."""
     _check_references(config, base)
-    _check_used(config)
+    _check_used(config, base)
     found: dict[Row, int] = {}
     for n, block in enumerate(config["sweep"]["blocks"]):
         product = list(_product(block, config))
@@ -187,11 +187,17 @@ def _check_name(where: str, name: str) -> None:
 
 
 def _check_source(where: str, source: dict[str, Any]) -> None:
-    for key, form in constants("sources", source["kind"])["REQUIRED"].items():
+    """The keys are those of its kind."""
+    of_kind = constants("sources", source["kind"])
+    known = of_kind["REQUIRED"] | of_kind["OPTIONAL"] | {"kind": ""}
+    for key in of_kind["REQUIRED"]:
         if key not in source:
             raise ConfigError(f"{where}: lacks {key}, which kind {source['kind']} needs")
-        if form and not re.fullmatch(form, str(source[key])):
-            raise ConfigError(f"{where}.{key}: got {source[key]!r}, allowed: {form}")
+    for key, value in source.items():
+        _known(where, key, list(known))
+        form = known[key]
+        if form and not (isinstance(value, str) and re.fullmatch(form, value)):
+            raise ConfigError(f"{where}.{key}: got {value!r}, allowed: {'a text' if form == '.+' else form}")
 
 
 def _check_boards(config: dict[str, Any]) -> None:
@@ -222,8 +228,14 @@ def devices(config: dict[str, Any]) -> list[list[str]]:
     return list(found.values())
 
 
-def _check_used(config: dict[str, Any]) -> None:
-    """A board that the sweep names and no tuple is built for would be left out without a word."""
+def _check_used(config: dict[str, Any], base: Path) -> None:
+    """What the sweep names is there; a board that no tuple is built for would be left out without a word."""
+    for model in dict.fromkeys(x for block in config["sweep"]["blocks"] for x in block["models"]):
+        source = config["models"][model]["source"]
+        for key in constants("sources", source["kind"])["LOCAL"]:
+            if key in source and not (base / source[key]).exists():
+                where = f"models.{model}.source.{key}"
+                raise ConfigError(f"{where}: got {source[key]!r}, allowed: what is there, seen from the repository")
     built = sorted({platform for block in config["sweep"]["blocks"] for platform in block["platforms"]})
     for n, name in enumerate(config["sweep"]["backends"]):
         if name != SIMULATOR and config["boards"][name]["platform"] not in built:

@@ -1,7 +1,8 @@
 """Source `gguf`: a local .gguf file, {"kind": "gguf", "path": file, "sha256": optional, "licence": optional}.
 
-transformers' own loader reads weights and tokenizer. Quantized tensors become float32: every value of the file's
-grids is exact there, float16 would round scale times code.
+transformers' own loader reads weights and tokenizer, after `gguffile` has read keys and tensors by itself, and what it
+made is held to them. Quantized tensors become float32: every value of the file's grids is exact there, float16 would
+round scale times code. The path is relative to the repository.
 """
 
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import blocked
+from kvgate.record import Blocked, blocked
 from kvgate.sources import folder
 
-REQUIRED = {"path": ""}  # keys, and the form of what they hold
+REQUIRED = {"path": ".+"}  # keys, and the form of the text that they hold
+OPTIONAL = {"sha256": "[0-9a-f]{64}", "licence": ".+"}
+LOCAL = ("path",)
 MAGIC = b"GGUF"
 
 
@@ -28,11 +31,16 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     if magic != MAGIC:
         raise blocked("corrupt", f"gguf {path.name}: got first bytes {magic!r}, allowed: {MAGIC!r}")
     with _read_once():
-        model, tokenizer = _load(path)
-        licence = source.get("licence") or _licence(path)
+        try:
+            model, tokenizer, facts = _load(path)
+        except Blocked:
+            raise
+        except Exception as error:  # the readers raise whatever the damaged bytes lead to
+            kind = "architecture" if "architecture" in str(error) else "corrupt"
+            raise blocked(kind, f"gguf {path.name}: cannot be read: {folder.one_line(error)}") from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
-    return {"revision": folder.sha256(path), "licence": licence}
+    return {"revision": folder.sha256(path)} | facts
 
 
 @contextmanager
@@ -48,31 +56,38 @@ def _read_once() -> Iterator[None]:
         gguf.GGUFReader = reader  # type: ignore[misc]
 
 
-def _load(path: Path) -> tuple[Any, Any]:
+def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """The model and the tokenizer, and the facts for the manifest. Raises Blocked, and whatever the readers raise."""
+    import gguf
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    model: Any
+    from kvgate import gguffile, held
 
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-    except Exception as error:  # the readers raise whatever the damaged bytes lead to
-        kind = "architecture" if "architecture" in str(error) else "corrupt"
-        raise blocked(kind, f"gguf {path.name}: cannot be read: {folder.one_line(error)}") from error
+    file = gguffile.File(gguf.GGUFReader(str(path)), f"gguf {path.name}")
+    file.check()
+    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(str(path.parent), **where)
+    gguffile.configure(config, file)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), config=config, dtype=torch.float32, **where)
+    left_out = file.left_out(_tokenizer_keys(file.value("tokenizer.ggml.pre"))) | held.hold(file.contents(), model)
+    tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
+    model.generation_config.eos_token_id = file.end_ids() or None
     # save_pretrained refuses a model that still counts as quantized; the weights are plain float32 by now.
     model.hf_quantizer = None
     model.is_quantized = False
     for owner, name in ((model.config, "quantization_config"), (model, "quantization_method")):
         if hasattr(owner, name):
             delattr(owner, name)
-    return model, tokenizer
+    return model, tokenizer, {"licence": file.value("general.license"), "left_out": left_out}
 
 
-def _licence(path: Path) -> str | None:
-    from gguf import GGUFReader
+def _tokenizer_keys(split: str | None) -> set[str]:
+    """The keys that transformers makes a tokenizer of. Of names for how text is split it knows some."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        GGUF_PRE_TOKENIZER_SPLITS,
+        GGUF_TOKENIZER_MAPPING,
+    )
 
-    field = GGUFReader(path).get_field("general.license")
-    return str(field.contents()) if field else None
+    read = {f"tokenizer.{x}" for part in GGUF_TOKENIZER_MAPPING.values() for x in part}
+    return read if split in GGUF_PRE_TOKENIZER_SPLITS else read - {"tokenizer.ggml.pre"}

