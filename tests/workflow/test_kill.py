@@ -135,7 +135,7 @@ def test_a_full_disk_is_named_and_the_next_run_goes_on(checkout, mounted, tmp_pa
     mounted(results, "size=96k")
     done = repository.snakemake(target)
     assert "Traceback" not in done.stderr
-    (line,) = [x for x in done.stderr.splitlines() if x.startswith("fetch tiny: ")]
+    (line,) = [x for x in done.stderr.splitlines() if x.startswith("fetch tiny: blocked")]
     assert line.startswith("fetch tiny: blocked: disk full: results/models/tiny/checkpoint")
     assert done.returncode == 0 and record.read(repository.path / target)["again"]
     subprocess.run(["mount", "-o", "remount,size=64m", str(results)], check=True)

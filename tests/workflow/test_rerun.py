@@ -322,7 +322,7 @@ def test_the_count_under_another_profile_with_an_edited_rule(repository):
     profile.mkdir()
     text = (repository.path / "profiles/default/config.yaml").read_text()
     (profile / "config.yaml").write_text(text.replace("[params, mtime, input]", "[params, mtime, input, code]"))
-    replace("workflow/rules/judge.smk", 'command("judge")', 'command("judge") + " "')(repository.path)
+    replace("workflow/rules/judge.smk", 'command("judge")', 'command("judge") + " && true"')(repository.path)
     said = repository.snakemake("-n", "--workflow-profile", "mine").stderr
     assert "kvgate: sweep tiny: 4 rows, 23 jobs, 5 to do" in said
     assert "judge: 4 (snakemake: code has changed since last execution)" in said
@@ -368,8 +368,8 @@ def test_the_lines_of_a_run_are_ours(repository):
     assert len(verdicts) == 4 and all(re.search(r": ok, \d+ s \[\d/5", x) for x in verdicts)
     for word in ("Select jobs", "Execute ", "Building DAG", "Complete log", "Elapsed", "Provided"):
         assert word not in done.stderr
-    broken = "def run(job):\n    raise KeyError('a bug')\n\n\ndef _unused(job):"
-    replace("workflow/kvgate/stages/tabulate.py", "def run(job: Job)", f"{broken[:-5]}(job: Job)")(repository.path)
+    broken = "def run(job):\n    raise KeyError('a bug')\n\n\ndef _unused(job: Job)"
+    replace("workflow/kvgate/stages/tabulate.py", "def run(job: Job)", broken)(repository.path)
     done = repository.snakemake()
     assert done.returncode == 1
     (line,) = [x for x in done.stderr.splitlines() if "tabulate" in x and "failed" in x]

@@ -30,19 +30,19 @@ class Lines(logging.Handler):
     def attach(self, logger: logging.Logger) -> None:
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                handler.addFilter(self.shown)
+                handler.filters.insert(0, self.shown)  # snakemake's own would keep the start of a run from it
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         from snakemake.common import NOTHING_TO_BE_DONE_MSG
 
-        self.running |= _event(record) == _STARTED
         if not self.said and (_event(record) == _PLANNED or record.msg == NOTHING_TO_BE_DONE_MSG):
             self.said = True
             print("\n".join(self.planned()), file=sys.stderr, flush=True)
 
     def shown(self, record: logging.LogRecord) -> bool:
         """Whether snakemake may print it. Before a run, as with --unlock or --list-rules, it may print all."""
+        self.running |= _event(record) == _STARTED
         failed = _FAILED.search(str(record.msg)) if record.levelno >= logging.ERROR else None
         if failed:
             _say_ended(*failed.groups())
