@@ -243,8 +243,8 @@ def test_a_family_s_reference_is_float64_throughout(tmp_path, family):
     """Norms, softmax and angles too. It is the model: transformers' own float32 gives the same up to its rounding."""
     families.checkpoint(tmp_path, family)
     tokens = families.random_tokens(20).tolist()
+    exact = reference.load(tmp_path)
     with Rounds() as rounds:
-        exact = reference.load(tmp_path)
         inner = exact(torch.tensor([tokens]), use_cache=False).logits
     assert inner.dtype == torch.float64 and not rounds.found
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -262,6 +262,11 @@ def test_doubled_weights_alone_are_not_float64_throughout(tmp_path):
     with Rounds() as rounds, torch.no_grad():
         doubled(torch.tensor([[5, 6, 7]]), use_cache=False)
     assert rounds.found
+
+
+def test_frequencies_are_worked_out_in_float64_and_rounded_once(model):
+    exact = 10000.0 ** (-np.arange(0, 8, 2) / 8)
+    assert model.model.rotary_emb.inv_freq.tolist() == exact.astype(np.float32).tolist()
 
 
 def test_the_default_type_is_left_alone(model):

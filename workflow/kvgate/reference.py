@@ -36,6 +36,7 @@ def load(folder: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float64, attn_implementation="eager", local_files_only=True
         ).eval()
+    precise.settle(model)
     model.forward = precise.widened(model.forward)
     return model
 
@@ -102,7 +103,7 @@ def trace(
     while len(ids) < len(prompt) + new and not ended:
         with torch.inference_mode():
             scores = model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
-        ids.append(int(scores[0, -1].float().argmax()))
+            ids.append(int(precise.rounded(scores[0, -1]).argmax()))
         ended = ids[-1] in ends
         progress(f"token {len(ids) - len(prompt)}/{new}")
     scores, keys, values = whole(model, ids, logits)
@@ -155,19 +156,20 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
 
     refuse_other_caches(model.config)
     cache = DynamicCache()
+    keys, values = [], []
     with torch.inference_mode():
         keep = 0 if logits else 1  # 0: all
         scores = model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=keep).logits
-    keys, values = [], []
-    for i, layer in enumerate(cache.layers):
-        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
-            raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
-        keys.append(distinct_heads(key, model.config)[0].transpose(0, 1).float().numpy().copy())
-        values.append(distinct_heads(value, model.config)[0].transpose(0, 1).float().numpy().copy())
-    if not keys:
-        raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
-    return (scores[0].float().numpy().copy() if logits else None), keys, values
+        for i, layer in enumerate(cache.layers):
+            key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
+                raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
+            for found, into in ((key, keys), (value, values)):
+                heads = distinct_heads(found, model.config)[0].transpose(0, 1)
+                into.append(precise.rounded(heads.contiguous()).numpy())
+        if not keys:
+            raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
+        return (precise.rounded(scores[0]).numpy() if logits else None), keys, values
 
 
 def refuse_other_caches(config: Any) -> None:
