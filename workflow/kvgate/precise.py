@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -19,17 +20,22 @@ BITS = 20  # of a row's largest value
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """float64 [..., N] to float32, each row in steps of 2 ** -BITS of its largest value. `rows` is used up."""
+    """[..., N], each row in steps of 2 ** -BITS of its largest value: float32 holds it exactly. `rows` is used up."""
     largest = torch.maximum(rows.amax(-1, keepdim=True), -rows.amin(-1, keepdim=True))
     step = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - BITS)
-    return rows.div_(step).round_().mul_(step).to(torch.float32)
+    return rows.div_(step).round_().mul_(step)
+
+
+def single(tensor: Tensor) -> np.ndarray:
+    """As float32, also where float32 would become float64; the tensor's own memory if it is that already."""
+    return tensor.detach().numpy().astype(np.float32, copy=False)
 
 
 def settle(model: nn.Module) -> None:
     """Buffers as the float32 model has them: the frequencies of its angles, a factor of its embedding."""
     for buffer in model.buffers():
         if buffer.is_floating_point():
-            buffer.copy_(buffer.to(torch.float32))
+            buffer.copy_(torch.from_numpy(single(buffer)))
 
 
 @contextmanager

@@ -166,10 +166,10 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
                 raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
             for found, into in ((key, keys), (value, values)):
                 heads = distinct_heads(found, model.config)[0].transpose(0, 1)
-                into.append(precise.rounded(heads.contiguous()).numpy())
+                into.append(precise.single(precise.rounded(heads.contiguous())))
         if not keys:
             raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
-        return (precise.rounded(scores[0]).numpy() if logits else None), keys, values
+        return (precise.single(precise.rounded(scores[0])) if logits else None), keys, values
 
 
 def refuse_other_caches(config: Any) -> None:
