@@ -1,11 +1,13 @@
-"""The tiny model through the stages whose results another PC must share: prints their sha256 as JSON. Not a test.
+"""The tiny model through the stages whose results another PC must share: their sha256, by name. Not a test itself.
 
 Runs in a process of its own, on this machine's CPU or on one that qemu-user emulates.
 """
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from kvgate.stages import build, export, prepare
 from kvgate.strategies.cpu_managed.host import Host
 from tiny import fetched, traced
 
+ROOT = Path(__file__).parents[2]
+_SECONDS = 3600  # emulated
 TEXT = "A plain text of some length, and then some more."
 CAPACITY = 32
 QEMU = "qemu-x86_64-static"
@@ -41,6 +45,18 @@ def emulated(folder: Path, cpu: str) -> Path:
     shutil.copy(Path(sys.prefix) / "pyvenv.cfg", folder)
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
     return python
+
+
+def made(python: Path, folder: Path, compile: bool = False, **environment: str) -> dict[str, str]:
+    """What is printed by this module in a process of that Python."""
+    folder.mkdir()
+    paths = {"PYTHONPATH": f"{ROOT / 'workflow'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [str(python), __file__, str(folder), *(["compile"] if compile else [])]
+    done = subprocess.run(
+        command, env=os.environ | paths | environment, capture_output=True, text=True, timeout=_SECONDS
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "found.json").read_text())
 
 
 class Pc:
@@ -99,7 +115,7 @@ class Pc:
             self.note(f"feeds {path.name}", path)
 
     def built(self, name: str) -> None:
-        quant = config.load(Path(__file__).parents[2], {})["quants"]["w8a8"]
+        quant = config.load(ROOT, {})["quants"]["w8a8"]
         settings = {"quant": quant, "programs": {}, "isolated": 0, "timeout": 3000, "calibration": {"samples": 4}}
         exported = self.job("export", name, {}, {}).record
         job = self.job(

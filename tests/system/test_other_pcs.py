@@ -3,10 +3,7 @@
 Two vendors, both with AVX2 and without AVX-512. What emulation cannot show is AVX-512 where this machine has none.
 """
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,21 +12,7 @@ from system import pc
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).parents[2]
 CPUS = ("Haswell", "EPYC-Rome")
-
-
-def made(python: Path, folder: Path) -> dict[str, str]:
-    folder.mkdir()
-    subprocess.run(
-        [str(python), str(Path(pc.__file__)), str(folder), "compile"],
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'workflow'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        check=True,
-    )
-    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +20,9 @@ def pcs(tmp_path_factory) -> dict[str, dict[str, str]]:
     if shutil.which(pc.QEMU) is None:
         pytest.skip(f"no {pc.QEMU}")
     root = tmp_path_factory.mktemp("pcs")
-    found = {"here": made(Path(sys.executable), root / "here")}
-    return found | {cpu: made(pc.emulated(root / f"venv-{cpu}", cpu), root / cpu) for cpu in CPUS}
+    found = {"here": pc.made(Path(sys.executable), root / "here", compile=True)}
+    pythons = {cpu: pc.emulated(root / f"venv-{cpu}", cpu) for cpu in CPUS}
+    return found | {cpu: pc.made(pythons[cpu], root / cpu, compile=True) for cpu in CPUS}
 
 
 @pytest.mark.parametrize("cpu", CPUS)
