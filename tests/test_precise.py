@@ -8,8 +8,8 @@ from torch import nn
 def test_a_row_is_rounded_in_steps_of_its_largest():
     exact = torch.tensor([[3.0, -1.23456789e-3], [1e-9, -7e-9], [0.0, 0.0]], dtype=torch.float64)
     found = precise.rounded(exact.clone())
-    assert found.dtype == torch.float32
-    for row, got, step in zip(exact, found.double(), (2.0**-18, 2.0**-47, 1.0), strict=True):
+    assert torch.equal(found.float().double(), found)  # float32 holds it
+    for row, got, step in zip(exact, found, (2.0**-18, 2.0**-47, 1.0), strict=True):
         assert (got / step).frac().abs().max() == 0 and (got - row).abs().max() <= step / 2
     assert found[0, 0] == 3 and found[2].tolist() == [0, 0]
 
@@ -20,6 +20,12 @@ def test_what_kernels_differ_by_is_rounded_away():
     other = rows + 3e-14 * torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert (rows != other).float().mean() > 0.99
     assert torch.equal(precise.rounded(rows.clone()), precise.rounded(other))
+
+
+def test_single_is_float32_wherever_it_is_asked_for():
+    exact = torch.tensor([0.1], dtype=torch.float64)
+    with precise.float64():
+        assert precise.single(exact).dtype == np.float32 and exact.float().dtype == torch.float64
 
 
 def test_no_number_stays_what_it_is():

@@ -20,7 +20,7 @@ from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.stages import build, export, prepare
 from kvgate.strategies.cpu_managed.host import Host
-from tiny import fetched, traced
+from tiny import fetched, random_source, traced
 
 ROOT = Path(__file__).parents[2]
 _SECONDS = 3600  # emulated
@@ -65,7 +65,7 @@ class Pc:
         self.folder = folder
 
     def all(self, compile: bool) -> dict[str, str]:
-        checkpoint = fetched(self.results)
+        checkpoint = fetched(self.results, random_source(max_position_embeddings=128))
         self.note("fetch", checkpoint / "model.safetensors")
         for name, program in {
             "chat": {"kind": "chat", "tokens": 8},

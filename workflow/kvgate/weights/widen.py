@@ -21,6 +21,8 @@ DTYPES = ("w4a16",)
 KINDS = 2  # rows that a group has more, beside those of signs
 _DIGITS = (4.0, 0.5)  # of the two rows of ones: m / 4 is about as large as d / 2, whose scale it shares; then the rest
 _EXACT = 0.02  # of a step: nearer to one of 16 levels is on it; share of a column's weights that may be off
+_EQUAL = 1e-6  # of a step squared: losses as near as that are equal
+_STEPS = 1024  # of one, in which scales are found: their last digits would be the PC's
 _DAMPING = 0.01  # of the Gram matrix's mean diagonal
 _TOWARDS = 1e-4  # weight of the scales as they were
 _RANGE = (0.7, 1.3)  # of the scales as they were
@@ -85,7 +87,9 @@ def _rounded(weight: np.ndarray, energy: np.ndarray, basis: np.ndarray) -> tuple
     plus, minus = ((levels - half - _near(levels - half)) ** 2 * energy.reshape(-1, group, 1) for half in (0.5, -0.5))
     up, down = (signs.T > 0).astype(np.float64), (signs.T < 0).astype(np.float64)
     lost = np.concatenate([up @ plus + down @ minus, down @ plus + up @ minus], axis=1)  # [groups, 2 signs, out]
-    best, count = lost.argmin(1), signs.shape[1]
+    # Most lose the same, up to the last digits of the PC: the first of them.
+    equal = _EQUAL * energy.reshape(-1, group).sum(1)[:, None, None]
+    best, count = (lost <= lost.min(1, keepdims=True) + equal).argmax(1), signs.shape[1]
     sign = np.where(best < count, 0.5, -0.5)
     picked = np.arange(count)[:, None, None] == best % count  # [signs, groups, out]
     more = _more(middle, (picked * sign * step).reshape(-1, weight.shape[1]), group)
@@ -138,5 +142,5 @@ def _refitted(
     ridge = _TOWARDS * np.diagonal(square, axis1=1, axis2=2) + np.finfo(np.float32).tiny
     square += ridge[:, None] * np.eye(square.shape[1])
     found = np.linalg.solve(square, (wanted + ridge)[..., None])[..., 0]
-    scales = np.clip(found, *_RANGE).astype(np.float32).T
+    scales = (np.rint(_STEPS * np.clip(found, *_RANGE)) / _STEPS).astype(np.float32).T
     return points * scales[:count].repeat(group, 0), more * scales[count:].repeat(group, 0)[: len(more)]
