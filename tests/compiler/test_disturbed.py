@@ -15,7 +15,11 @@ pytestmark = pytest.mark.slow
 CAPACITY = 24
 # The kinds of rows that are meant to behave: weights in int4 alone, and activations in int16.
 QUANTS: dict[str, dict[str, Any]] = {
-    "w4a16": {"mask": -10000, "calibrate": True, "config": {"quantized_dtype": "w4a16"}},
+    "w4a16_g32": {
+        "mask": -10000,
+        "calibrate": True,
+        "config": {"quantized_dtype": "w4a16", "quantized_method": "group32"},
+    },
     "w16a16i_dfp": {"mask": -100, "calibrate": True, "config": {"quantized_dtype": "w16a16i_dfp"}, "headroom": 4},
 }
 

@@ -156,7 +156,8 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
 
     refuse_other_caches(model.config)
     cache = DynamicCache()
-    keys, values = [], []
+    keys: list[np.ndarray] = []
+    values: list[np.ndarray] = []
     with torch.inference_mode():
         keep = 0 if logits else 1  # 0: all
         scores = model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=keep).logits

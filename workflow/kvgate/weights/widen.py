@@ -21,7 +21,7 @@ DTYPES = ("w4a16",)
 KINDS = 2  # rows that a group has more, beside those of signs
 _DIGITS = (4.0, 0.5)  # of the two rows of ones: m / 4 is about as large as d / 2, whose scale it shares; then the rest
 _EXACT = 0.02  # of a step: nearer to one of 16 levels is on it; share of a column's weights that may be off
-_EQUAL = 1e-6  # of a step squared: losses as near as that are equal
+_EQUAL = 1 + 1e-12  # a loss up to so many times the least is as little
 _STEPS = 1024  # of one, in which scales are found: their last digits would be the PC's
 _DAMPING = 0.01  # of the Gram matrix's mean diagonal
 _TOWARDS = 1e-4  # weight of the scales as they were
@@ -87,9 +87,8 @@ def _rounded(weight: np.ndarray, energy: np.ndarray, basis: np.ndarray) -> tuple
     plus, minus = ((levels - half - _near(levels - half)) ** 2 * energy.reshape(-1, group, 1) for half in (0.5, -0.5))
     up, down = (signs.T > 0).astype(np.float64), (signs.T < 0).astype(np.float64)
     lost = np.concatenate([up @ plus + down @ minus, down @ plus + up @ minus], axis=1)  # [groups, 2 signs, out]
-    # Most lose the same, up to the last digits of the PC: the first of them.
-    equal = _EQUAL * energy.reshape(-1, group).sum(1)[:, None, None]
-    best, count = (lost <= lost.min(1, keepdims=True) + equal).argmax(1), signs.shape[1]
+    # Many lose the same but for the order of the sum, which is the PC's: the first of them.
+    best, count = (lost <= lost.min(1, keepdims=True) * _EQUAL).argmax(1), signs.shape[1]
     sign = np.where(best < count, 0.5, -0.5)
     picked = np.arange(count)[:, None, None] == best % count  # [signs, groups, out]
     more = _more(middle, (picked * sign * step).reshape(-1, weight.shape[1]), group)
