@@ -1,6 +1,7 @@
 import subprocess
 import sys
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvgate import observe, reference
 from tiny import LLAMA, fetched
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -219,3 +221,54 @@ def test_a_model_of_nan_draws_nothing():
     broken.lm_head.weight.data[:] = float("nan")
     with pytest.raises(FloatingPointError, match="got NaN or infinite logits"):
         reference.draw(broken, PROMPT, 5)
+
+
+class Rounds(TorchDispatchMode):
+    """Operations that give less than float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != torch.float64:
+                self.found.add(str(function))
+        return out
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_family_s_reference_is_float64_throughout(tmp_path, family):
+    """Norms, softmax and angles too. It is the model: transformers' own float32 gives the same up to its rounding."""
+    families.checkpoint(tmp_path, family)
+    tokens = families.random_tokens(20).tolist()
+    exact = reference.load(tmp_path)
+    with Rounds() as rounds:
+        inner = exact(torch.tensor([tokens]), use_cache=False).logits
+    assert inner.dtype == torch.float64 and not rounds.found
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    found = reference.trace(exact, tokens, new=8)
+    scores, keys, values = reference.whole(plain, found.tokens.tolist())
+    pairs = [(found.logits, scores), *zip(found.keys, keys, strict=True), *zip(found.values, values, strict=True)]
+    for got, wanted in pairs:
+        assert got.dtype == np.float32 and np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
+    assert found.tokens.tolist() == reference.trace(plain, tokens, new=8).tokens.tolist()
+
+
+def test_doubled_weights_alone_are_not_float64_throughout(tmp_path):
+    families.checkpoint(tmp_path, "llama")
+    doubled = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    with Rounds() as rounds, torch.no_grad():
+        doubled(torch.tensor([[5, 6, 7]]), use_cache=False)
+    assert rounds.found
+
+
+def test_frequencies_are_worked_out_in_float64_and_rounded_once(model):
+    exact = 10000.0 ** (-np.arange(0, 8, 2) / 8)
+    assert model.model.rotary_emb.inv_freq.tolist() == exact.astype(np.float32).tolist()
+
+
+def test_the_default_type_is_left_alone(model):
+    reference.trace(model, PROMPT)
+    assert torch.get_default_dtype() == torch.float32 and torch.zeros(1).float().dtype == torch.float32

@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from kvgate import digest, keys, record, runner
+from kvgate import cpu, digest, keys, record, runner
 from kvgate.contract import canonical
 from kvgate.job import Job
 
@@ -49,7 +49,8 @@ def test_the_record_holds_body_key_and_status(stage, tmp_path):
     body = record.read(tmp_path / "models/m/checkpoint/manifest.json")
     assert body["answer"] == 42 and body["status"] == "ok"
     assert canonical(body["key"]) == key()
-    assert record.read(tmp_path / "models/m/checkpoint/manifest.cost.json")["peak_mb"] > 0
+    cost = record.read(tmp_path / "models/m/checkpoint/manifest.cost.json")
+    assert cost["peak_mb"] > 0 and cost["cpu"] == cpu.label()
 
 
 def test_an_expected_failure_is_data(stage, tmp_path, capfd):

@@ -197,6 +197,23 @@ def test_the_environment_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert before["OPENBLAS_CORETYPE"] == "Haswell" or not toolkit.portable()
 
 
+KERNELS = """
+from numpy.core import _multiarray_umath as numpy
+print(*(name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__[name]))
+"""
+
+
+def test_numpy_s_kernels_are_those_of_avx2_on_every_pc(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "default::ImportWarning", "-c", KERNELS],
+        env=toolkit.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "AVX512" not in done.stdout and ("AVX2" in done.stdout or not toolkit.portable())
+
+
 def test_requests_travel_as_json(tmp_path: Path) -> None:
     script = "open('seen', 'w').write(json.dumps(request)); result()"
     run(tmp_path, script)

@@ -64,9 +64,28 @@ def test_embedding_rows_are_as_the_model_embeds(tmp_path):
     table = gemma_model = families.reference.load(gemma.checkpoint)
     embed = table.get_input_embeddings()
     with torch.no_grad(), np.load(folder(gemma) / "tables.npz") as tables:
-        np.testing.assert_array_equal(tables["embedding"], embed(torch.arange(embed.num_embeddings)).numpy())
+        rows = embed(torch.arange(embed.num_embeddings)).numpy()
+        np.testing.assert_array_equal(tables["embedding"], rows.astype(np.float32))
         stored = gemma_model.get_parameter("model.embed_tokens.weight").numpy()
         assert np.abs(tables["embedding"] - stored).max() > 1  # the rows as stored would be wrong
+
+
+def test_what_is_measured_is_what_the_checkpoint_holds(tmp_path):
+    """To the last bit: in float32 a weight found by running the norm would be the PC's."""
+    qwen = Model.of(tmp_path, "qwen3")
+    tensors = blob.read(folder(qwen) / "weights.bin", qwen.prepare("recipe")["tensors"])
+    attention = families.reference.load(qwen.checkpoint).model.layers[1].self_attn
+    norm = tensors["model.layers.1.self_attn.norm"][0, :, 0]
+    np.testing.assert_array_equal(norm[:, 0], attention.q_norm.weight.detach().numpy() / 4)  # the scale of 16 channels
+    np.testing.assert_array_equal(norm[:, -1], attention.k_norm.weight.detach().numpy())
+
+
+def test_the_host_s_angles_are_rounded_once(llama):
+    tables = llama.export("cpu_managed", capacity=32).tables
+    rotary = families.reference.load(llama.checkpoint).model.rotary_emb
+    angles = np.arange(32)[:, None] * np.tile(rotary.inv_freq.numpy(), 2)
+    for name, function in (("cosine.0", np.cos), ("sine.0", np.sin)):
+        np.testing.assert_array_equal(tables[name], function(angles).astype(np.float32))
 
 
 @settings(deadline=None, max_examples=30)

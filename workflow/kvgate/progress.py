@@ -18,7 +18,7 @@ RUN = ".run.json"
 
 
 def cost_path(path: Path) -> Path:
-    """The side file of a record with its seconds and peak memory: they differ between equal runs."""
+    """The side file of a record with its seconds, peak memory and CPU class: they differ between equal runs."""
     return path.with_suffix(".cost.json")
 
 

@@ -1,4 +1,7 @@
-"""The reference: whole-prefix recomputation in float32 with transformers alone, without any of our cache code."""
+"""The reference: whole-prefix recomputation with transformers alone, without any of our cache code.
+
+In float64, rounded once to float32: every PC gives the same.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvgate import precise
 from kvgate.board import today
 from kvgate.export import support
 from kvgate.observe import Trace
@@ -25,12 +29,16 @@ TEMPERATURE, TOP_K = 1.0, 50  # of drawn tokens: the model's own distribution, w
 
 
 def load(folder: Path) -> Any:
-    """A checkpoint folder's model: float32, eager attention, nothing from the network."""
+    """A checkpoint folder's model: float64 throughout, eager attention, nothing from the network."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    with precise.float64():  # its angles' frequencies are worked out here
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float64, attn_implementation="eager", local_files_only=True
+        ).eval()
+    precise.settle(model)
+    model.forward = precise.widened(model.forward)
+    return model
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -95,7 +103,7 @@ def trace(
     while len(ids) < len(prompt) + new and not ended:
         with torch.inference_mode():
             scores = model(torch.tensor([ids]), use_cache=False, logits_to_keep=1).logits
-        ids.append(int(scores[0, -1].argmax()))
+            ids.append(int(precise.rounded(scores[0, -1]).argmax()))
         ended = ids[-1] in ends
         progress(f"token {len(ids) - len(prompt)}/{new}")
     scores, keys, values = whole(model, ids, logits)
@@ -148,19 +156,21 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
 
     refuse_other_caches(model.config)
     cache = DynamicCache()
+    keys: list[np.ndarray] = []
+    values: list[np.ndarray] = []
     with torch.inference_mode():
         keep = 0 if logits else 1  # 0: all
         scores = model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=keep).logits
-    keys, values = [], []
-    for i, layer in enumerate(cache.layers):
-        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
-            raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
-        keys.append(distinct_heads(key, model.config)[0].transpose(0, 1).numpy().copy())
-        values.append(distinct_heads(value, model.config)[0].transpose(0, 1).numpy().copy())
-    if not keys:
-        raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
-    return (scores[0].float().numpy().copy() if logits else None), keys, values
+        for i, layer in enumerate(cache.layers):
+            key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
+            if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
+                raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
+            for found, into in ((key, keys), (value, values)):
+                heads = distinct_heads(found, model.config)[0].transpose(0, 1)
+                into.append(precise.single(precise.rounded(heads.contiguous())))
+        if not keys:
+            raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
+        return (precise.single(precise.rounded(scores[0])) if logits else None), keys, values
 
 
 def refuse_other_caches(config: Any) -> None:

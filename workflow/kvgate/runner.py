@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvgate import digest, keys, machine, progress, record
+from kvgate import cpu, digest, keys, machine, progress, record
 from kvgate.job import Job
 
 _HEARTBEAT = 30.0  # seconds between lines on the terminal while a job works
@@ -47,10 +47,11 @@ def _made(job: Job, key: dict[str, Any], terminal: TextIO) -> int:
     started = time.monotonic()
     job.record.unlink(missing_ok=True)
     body = _body(job, key)
-    cost = {"seconds": round(time.monotonic() - started, 2), "peak_mb": _peak_mb()}
+    seconds = round(time.monotonic() - started, 2)
+    cost = {"seconds": seconds, "peak_mb": _peak_mb(), "cpu": cpu.label()}
     record.write(progress.cost_path(job.record), cost)
     record.write(job.record, body)
-    print(progress.finished(job, body, cost["seconds"]), file=terminal, flush=True)
+    print(progress.finished(job, body, seconds), file=terminal, flush=True)
     if body.get("announce"):
         print(body["announce"], file=terminal, flush=True)
     return 0

@@ -1,4 +1,4 @@
-# The reference of a program: whole-prefix recomputation in float32.
+# The reference of a program: whole-prefix recomputation in float64, rounded to float32.
 # Reads the checkpoint and a text. Writes trace.npz and trace.json.
 rule trace:
     input:
@@ -8,7 +8,7 @@ rule trace:
     log:
         log_of("trace"),
     resources:
-        mem_mb=2500,
+        mem_mb=4000,
         runtime=60,
     params:
         key=key("trace"),

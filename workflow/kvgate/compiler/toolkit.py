@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvgate import machine
+from kvgate import cpu, machine
 from kvgate.compiler import log, platforms
 from kvgate.compiler.request import TUNABLES, Request
 from kvgate.record import Blocked, finding
@@ -23,6 +23,7 @@ from kvgate.record import Blocked, finding
 # What a process does to itself; other signals come from somebody, or from the machine.
 _OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 CHILD = (sys.executable, "-m", "kvgate.compiler.child")
+_AVX512 = "AVX512F AVX512CD AVX512_KNL AVX512_KNM AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL"  # numpy's beyond AVX2
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,14 @@ def environment(folder: Path) -> dict[str, str]:
         "GLIBC_TUNABLES": TUNABLES,
         "RKNN_LOG_LEVEL": "4",  # the compiler's layer table
     }
-    # OpenBLAS picks its kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be the CPU's.
-    return fixed | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
+    # OpenBLAS and numpy pick their kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be
+    # the CPU's. ONNX Runtime cannot be told.
+    return fixed | {"NPY_DISABLE_CPU_FEATURES": _AVX512} | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
 
 
 def portable() -> bool:
     """Whether this CPU can run the kernels that the bytes of quantized artifacts are made with (AVX2)."""
-    try:
-        return " avx2 " in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    return "avx2" in cpu.flags()
 
 
 def _relay(

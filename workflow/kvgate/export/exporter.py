@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from kvgate import contract as c
-from kvgate import record, reference
+from kvgate import precise, record, reference
 from kvgate.job import Job
 
 OPSET = 18  # the newest that both torch's new exporter writes and the compiler reads (11 to 19)
@@ -36,9 +36,11 @@ def run(job: Job) -> dict[str, Any]:
     strategy = job.config["strategy"]
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
     implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        job.inputs["fetch"].parent, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
-    ).eval()
+    with precise.float64():  # the frequencies of its angles, rounded once, are the same on every PC
+        exact = transformers.AutoModelForCausalLM.from_pretrained(
+            job.inputs["fetch"].parent, dtype=torch.float64, attn_implementation=implementation, local_files_only=True
+        )
+    model = exact.float().eval()
     work = job.folder / ".exporter"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvgate import precise
 from kvgate.export.spec import Layer
 
 
@@ -27,7 +28,7 @@ def apply(layer: Layer, tensors: dict[str, Tensor], change: Change) -> None:
     if change.value is not None:
         matrix = change.value.double()
         with _joint(layer, tensors) as parts:
-            parts["v"] = torch.einsum("nhd,hde->nhe", parts["v"], matrix)
+            parts["v"] = precise.rounded(torch.einsum("nhd,hde->nhe", parts["v"], matrix))
         _output(layer, tensors, torch.linalg.inv(matrix))
     if change.key is not None:
         factor = change.key.double()
@@ -84,11 +85,12 @@ def _joint(layer: Layer, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tenso
 def _output(layer: Layer, tensors: dict[str, Tensor], inverse: Tensor) -> None:
     out = tensors["out"].double()
     if layer.kernel:  # [C, D, 1, g], one KV head
-        tensors["out"] = torch.einsum("ed,cdog->ceog", inverse[0], out).float().contiguous()
+        tensors["out"] = precise.rounded(torch.einsum("ed,cdog->ceog", inverse[0], out)).float().contiguous()
         return
     groups = layer.heads // layer.kv_heads
     rows = out.reshape(layer.kv_heads, layer.key_size, groups, -1)
-    tensors["out"] = torch.einsum("hed,hdgc->hegc", inverse, rows).flatten(0, 2).float().contiguous()
+    turned = precise.rounded(torch.einsum("hed,hdgc->hegc", inverse, rows))
+    tensors["out"] = turned.flatten(0, 2).float().contiguous()
 
 
 def _scaled_norm(layer: Layer, weight: Tensor, factor: Tensor) -> Tensor:

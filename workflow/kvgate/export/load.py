@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from kvgate import precise
 from kvgate.export import seams, shims, support
 from kvgate.record import blocked
 
@@ -22,15 +23,23 @@ def config(folder: Path) -> Any:
 
 
 def model(folder: Path) -> nn.Module:
-    """The checkpoint's model, float32, eager attention, untouched code. Raises record.Blocked on missing weights."""
+    """The checkpoint's model, eager attention, untouched code, in torch's default type (precise.float64).
+
+    Raises record.Blocked on missing weights.
+    """
     logging.disable_progress_bar()  # the log of a stage is read by people
     loaded, info = AutoModelForCausalLM.from_pretrained(
-        folder, config=config(folder), dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder,
+        config=config(folder),
+        dtype=torch.get_default_dtype(),
+        attn_implementation="eager",
+        output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])
     if missing:
         text = f"checkpoint: got {len(missing)} tensors without weights, the first {missing[0]}"
         raise blocked("weights", text)
+    precise.settle(loaded)
     return _settle(loaded)
 
 

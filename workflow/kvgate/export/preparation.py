@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvgate import precise
 from kvgate.export import heads, recipe, statistics, surgery, widened
 from kvgate.export.prepare import Prepared
 from kvgate.export.seams import Step
@@ -129,7 +130,7 @@ class Work:
 
     def tensors(self) -> dict[str, np.ndarray]:
         """All tensors of the graph by name."""
-        matrices = self.state or {name: tensor.numpy() for name, tensor in surgery.state(self.model).items()}
+        matrices = self.state or {name: precise.single(tensor) for name, tensor in surgery.state(self.model).items()}
         return matrices | {name: self.signs[name] for name in sorted(self.signs)}
 
     def moved(self) -> dict[str, np.ndarray]:
@@ -147,20 +148,20 @@ class Work:
             tokens = file["tokens"][:_MOVED_TOKENS]
         rows = self._rows(self.texts[0])[: len(tokens)]
         logits = statistics.run(self.model, self.spec, self._stepped(), rows)
-        return {"tokens": tokens, "logits": logits.numpy()}
+        return {"tokens": tokens, "logits": precise.single(precise.rounded(logits))}
 
     def bases(self) -> dict[str, np.ndarray]:
         """For tables.npz: `basis.{key or value}.{layer}`, `inverse. ..` [Hk, D, D], `turned.{rotation}` [D, D].
 
         A cached row is the model's own row @ matrix.
         """
-        found = {f"turned.{n}": matrix.float().numpy() for n, matrix in self.turned.items()}
+        found = {f"turned.{n}": precise.single(matrix) for n, matrix in self.turned.items()}
         for layer in self.spec.layers:
             key = self._key_basis(layer)
             for name, basis in (("key", key), ("value", self.value.get(layer.index))):
                 if basis is not None:
-                    found[f"basis.{name}.{layer.index}"] = basis.float().numpy()
-                    found[f"inverse.{name}.{layer.index}"] = torch.linalg.inv(basis.double()).float().numpy()
+                    found[f"basis.{name}.{layer.index}"] = precise.single(basis)
+                    found[f"inverse.{name}.{layer.index}"] = precise.single(torch.linalg.inv(basis.double()))
         return found
 
     def _key_basis(self, layer: Any) -> Tensor | None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvgate import precise
 from kvgate.export.seams import Step
 from kvgate.export.spec import Rotation
 from kvgate.export.survey import Unsupported, rotary_arguments
@@ -99,9 +100,9 @@ def refuse_changing(stub: Stub, rotation: Rotation, positions: int) -> None:
 
 def tables(stub: Stub, rotation: Rotation, positions: int) -> dict[str, np.ndarray]:
     """`cosine` and `sine` [P, D] of positions 0..P-1 and, for the recipe, `turn` [D, D], as the host reads them."""
-    with torch.no_grad():
+    with torch.no_grad(), precise.float64():
         angles = stub.inner(torch.zeros(1, 1, 1), torch.arange(positions)[None], *rotation.arguments)
-    cos, sin = (x[0].float().numpy() for x in angles)
+    cos, sin = (precise.single(x[0]) for x in angles)
     if not rotation.turn:
         return {"cosine": cos, "sine": sin}
     ones, zeros = np.ones((positions, 1), np.float32), np.zeros((positions, 1), np.float32)
@@ -117,7 +118,7 @@ def tables(stub: Stub, rotation: Rotation, positions: int) -> dict[str, np.ndarr
 
 def at(table: dict[str, np.ndarray], position: int) -> Any:
     """What the graph reads at a position: the matrix [1, D(in), 1, D(out)], or cos and sin [1, 1, width]."""
-    cosine, sine = (torch.from_numpy(np.ascontiguousarray(table[n][position])) for n in ("cosine", "sine"))
+    cosine, sine = (torch.tensor(table[n][position], dtype=torch.get_default_dtype()) for n in ("cosine", "sine"))
     if "turn" not in table:
         return cosine[None, None], sine[None, None]
     matrix = torch.diag(cosine) + sine[:, None] * torch.from_numpy(table["turn"])

@@ -80,7 +80,7 @@ def loss(
         for name, change in changes.items():
             for x, out in seen.get(name, ()):
                 if out.grad is not None:  # None: it does not reach the logits
-                    total[name] += 0.5 * float(((x @ change * out.grad).sum(1) ** 2).sum())
+                    total[name] += 0.5 * float(((x @ change.to(x.dtype) * out.grad).sum(1) ** 2).sum())
         tokens += len(rows)
     return {name: value / tokens for name, value in total.items()}
 

@@ -42,7 +42,8 @@ def flat(matrix: np.ndarray, signs: np.ndarray) -> np.ndarray:
 def spread(more: np.ndarray, signs: np.ndarray) -> np.ndarray:
     """What the rows M [kinds * in / group, out] add to the channels' own: [in, out]."""
     parts = more.reshape(signs.shape[1], -1, more.shape[1])
-    return np.einsum("ik,kgn->gin", signs, parts, optimize=True).reshape(-1, more.shape[1]).astype(np.float32)
+    exact = parts.astype(np.float64)  # in float32 the sums would be the PC's
+    return np.einsum("ik,kgn->gin", signs, exact, optimize=True).reshape(-1, more.shape[1]).astype(np.float32)
 
 
 def widen(model: onnx.ModelProto, matrices: Mapping[str, str], signs: Mapping[str, np.ndarray]) -> None:

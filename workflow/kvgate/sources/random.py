@@ -1,7 +1,8 @@
 """Source `random`: random weights from a config, for tests.
 
 {"kind": "random", "config": {"model_type": ..., ...}, "seed": 0, "tokenizer": optional folder, "licence": optional}.
-Without a tokenizer a byte-level one of 259 tokens is made, with a chat template.
+Without a tokenizer a byte-level one of 259 tokens is made, with a chat template. Every PC makes the same: numpy draws
+what transformers' own initialization asks for, in float64.
 """
 
 from pathlib import Path
@@ -41,11 +42,12 @@ def _model(config: dict[str, Any], seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    from kvgate import drawn, precise
+
+    with precise.float64(), drawn.Drawn(seed):
         try:
             made = AutoConfig.for_model(config.pop("model_type", ""), **config)
-            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float64)
         except Exception as error:
             text = f"random: transformers refuses the config: {folder.one_line(error)}"
             raise blocked("architecture", text) from error
@@ -53,8 +55,8 @@ def _model(config: dict[str, Any], seed: int) -> Any:
             # Gains of 1 and biases of 0 would hide a graph that drops them.
             for parameter in model.parameters():
                 if parameter.dim() == 1:
-                    parameter += 0.1 * torch.randn_like(parameter)
-    return model.eval()
+                    parameter += 0.1 * torch.empty_like(parameter).normal_()
+    return model.to(torch.float32).eval()
 
 
 def byte_tokenizer() -> Any:

@@ -10,6 +10,7 @@ from kvgate.job import Job
 from kvgate.preparations import HOOKS
 
 FORMS = ("recipe", "plain")
+_NOTHING = 1e-12  # an error below is float64's own, and the PC's
 
 
 def preparation(name: str) -> Any:
@@ -32,13 +33,14 @@ def run(job: Job) -> dict[str, Any]:
     import numpy as np
     import torch
 
+    from kvgate import precise
     from kvgate.export import blob, load
     from kvgate.export.prepare import prepare
 
     if job.wildcards["form"] not in FORMS:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
     steps = [(step["name"], preparation(step["name"]), step["options"]) for step in job.config["weights"]["steps"]]
-    with torch.no_grad():
+    with torch.no_grad(), precise.float64():
         model = load.model(job.inputs["fetch"].parent)
         for name, step, options in steps:
             families = getattr(step, "FAMILIES", None)
@@ -54,9 +56,9 @@ def run(job: Job) -> dict[str, Any]:
         work = _changed(job, prepared, steps)
         tensors, bases = work.tensors(), work.bases()
         index, digest = blob.write(job.folder / "weights.bin", tensors)
-        tables = {"embedding": prepared.embedding.numpy(), **bases}
+        tables = {"embedding": precise.single(prepared.embedding), **bases}
         if prepared.positions is not None:
-            tables["position"] = prepared.positions.numpy()
+            tables["position"] = precise.single(prepared.positions)
         files = {"tables.npz": tables}
         if any(getattr(step, "MOVES", False) for _, step, _ in steps):
             files["moved.npz"] = work.moved()
@@ -74,7 +76,7 @@ def run(job: Job) -> dict[str, Any]:
     return {
         "form": prepared.spec.form,
         "reason": prepared.spec.reason,
-        "error": float(f"{prepared.error:.1e}"),
+        "error": float(f"{max(prepared.error, _NOTHING):.1e}"),
         "spec": prepared.spec.to_dict(),
         "tensors": index,
         "sums": work.sums,

@@ -6,6 +6,7 @@ After QuaRot (arXiv 2404.00456) and SpinQuant (arXiv 2405.16406).
 
 from torch import nn
 
+from kvgate import precise
 from kvgate.export import orthogonal
 from kvgate.weights import fold
 
@@ -19,12 +20,12 @@ def checkpoint(model: nn.Module) -> None:
     fold.checkpoint(model)
     table = model.get_input_embeddings().weight  # type: ignore[operator]
     turn = orthogonal.rotation(table.shape[1])
-    table.copy_((table.double() @ turn).float())
+    table.copy_(precise.rounded(table.double() @ turn))
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
         if leaf in _READ:
-            module.weight.copy_((module.weight.double() @ turn).float())
+            module.weight.copy_(precise.rounded(module.weight.double() @ turn))
         elif leaf in _WRITE:
-            module.weight.copy_((turn.T @ module.weight.double()).float())
+            module.weight.copy_(precise.rounded(turn.T @ module.weight.double()))
             if module.bias is not None:
-                module.bias.copy_((turn.T @ module.bias.double()).float())
+                module.bias.copy_(precise.rounded(turn.T @ module.bias.double()))

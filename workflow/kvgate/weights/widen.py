@@ -21,10 +21,12 @@ DTYPES = ("w4a16",)
 KINDS = 2  # rows that a group has more, beside those of signs
 _DIGITS = (4.0, 0.5)  # of the two rows of ones: m / 4 is about as large as d / 2, whose scale it shares; then the rest
 _EXACT = 0.02  # of a step: nearer to one of 16 levels is on it; share of a column's weights that may be off
+_EQUAL = 1 + 1e-12  # a loss up to so many times the least is as little
+_STEPS = 1024  # of one, in which scales are found: their last digits would be the PC's
 _DAMPING = 0.01  # of the Gram matrix's mean diagonal
 _TOWARDS = 1e-4  # weight of the scales as they were
 _RANGE = (0.7, 1.3)  # of the scales as they were
-_COLUMNS = 256  # at once: they do not know of each other
+_COLUMNS = 128  # at once: they do not know of each other
 
 
 def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 32, signs: int = 3) -> Widened:
@@ -43,15 +45,15 @@ class _Known:
     """What a Gram matrix is read as."""
 
     def __init__(self, gram: np.ndarray) -> None:
-        self.energy = np.diag(gram).astype(np.float32)
-        self.damped = gram.astype(np.float32)
+        self.energy = np.diag(gram).astype(np.float64)
+        self.damped = gram.astype(np.float64)
         self.damped[np.diag_indices_from(gram)] += _DAMPING * self.energy.mean()
         self.order, self.factor = gptq.ordered(gram)
 
 
 def _columns(weight: np.ndarray, known: _Known | None, basis: np.ndarray) -> np.ndarray:
     """[Q; M] of some columns, which do not know of the others."""
-    energy = np.ones(len(weight), np.float32) if known is None else known.energy
+    energy = np.ones(len(weight)) if known is None else known.energy
     points, more, levels = _rounded(weight, energy, basis)
     if known is not None:
         if np.mean(np.abs(levels - np.rint(levels)) > _EXACT) > _EXACT:
@@ -83,9 +85,10 @@ def _rounded(weight: np.ndarray, energy: np.ndarray, basis: np.ndarray) -> tuple
     unit = np.where(step == 0, 1, step)[:, None]
     levels = (parts - middle[:, None]) / unit
     plus, minus = ((levels - half - _near(levels - half)) ** 2 * energy.reshape(-1, group, 1) for half in (0.5, -0.5))
-    up, down = (signs.T > 0).astype(np.float32), (signs.T < 0).astype(np.float32)
+    up, down = (signs.T > 0).astype(np.float64), (signs.T < 0).astype(np.float64)
     lost = np.concatenate([up @ plus + down @ minus, down @ plus + up @ minus], axis=1)  # [groups, 2 signs, out]
-    best, count = lost.argmin(1), signs.shape[1]
+    # Many lose the same but for the order of the sum, which is the PC's: the first of them.
+    best, count = (lost <= lost.min(1, keepdims=True) * _EQUAL).argmax(1), signs.shape[1]
     sign = np.where(best < count, 0.5, -0.5)
     picked = np.arange(count)[:, None, None] == best % count  # [signs, groups, out]
     more = _more(middle, (picked * sign * step).reshape(-1, weight.shape[1]), group)
@@ -122,7 +125,7 @@ def _refitted(
     count = size // group
     starts = range(0, len(more), group)
     # What each group of Q, then each of M, gives the weights of all channels, and that times the Gram matrix.
-    given = np.zeros((columns, count + len(starts), size), np.float32)
+    given = np.zeros((columns, count + len(starts), size))
     weighed = np.empty_like(given)
     blocks = points.reshape(count, group, columns).transpose(0, 2, 1)  # a group of Q gives its own channels only
     for n in range(count):
@@ -133,10 +136,10 @@ def _refitted(
         one[start : start + group] = more[start : start + group]
         given[:, n] = widened.spread(one, basis).T
         weighed[:, n] = given[:, n] @ gram
-    square = (weighed @ given.transpose(0, 2, 1)).astype(np.float64)
-    wanted = np.einsum("nki,in->nk", weighed, weight, optimize=True).astype(np.float64)
+    square = weighed @ given.transpose(0, 2, 1)
+    wanted = np.einsum("nki,in->nk", weighed, weight, optimize=True)
     ridge = _TOWARDS * np.diagonal(square, axis1=1, axis2=2) + np.finfo(np.float32).tiny
     square += ridge[:, None] * np.eye(square.shape[1])
     found = np.linalg.solve(square, (wanted + ridge)[..., None])[..., 0]
-    scales = np.clip(found, *_RANGE).astype(np.float32).T
+    scales = (np.rint(_STEPS * np.clip(found, *_RANGE)) / _STEPS).astype(np.float32).T
     return points * scales[:count].repeat(group, 0), more * scales[count:].repeat(group, 0)[: len(more)]

@@ -1,0 +1,39 @@
+"""Random numbers that are the same on every PC: torch's own differ with the instruction set that its kernels use."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Drawn(TorchDispatchMode):
+    """Tensors that are filled with random numbers get numpy's, in the order they are asked for.
+
+    Raises ValueError on another kind of random numbers than the normal and the uniform.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = np.random.Generator(np.random.PCG64(seed))
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.normal_.default:
+            return self._normal(*args)
+        if function is torch.ops.aten.uniform_.default:
+            return self._uniform(*args)
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise ValueError(f"random numbers: got {function}, allowed: normal_ and uniform_")
+        return function(*args, **(kwargs or {}))
+
+    def _normal(self, tensor: Tensor, mean: float = 0.0, deviation: float = 1.0) -> Tensor:
+        found = self.generator.standard_normal(tuple(tensor.shape))
+        return tensor.copy_(torch.from_numpy(np.asarray(mean + deviation * found)))
+
+    def _uniform(self, tensor: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        found = self.generator.random(tuple(tensor.shape))
+        return tensor.copy_(torch.from_numpy(np.asarray(low + (high - low) * found)))
