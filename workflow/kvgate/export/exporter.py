@@ -37,7 +37,7 @@ def run(job: Job) -> dict[str, Any]:
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
     implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        job.inputs["fetch"].parent, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
+        job.checkpoint(), dtype=torch.float32, attn_implementation=implementation, local_files_only=True
     ).eval()
     work = job.folder / ".exporter"
     shutil.rmtree(work, ignore_errors=True)

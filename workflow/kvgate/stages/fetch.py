@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvgate import record, sources
+from kvgate import hashed, sources
 from kvgate.job import Job
 from kvgate.record import blocked
 
@@ -32,7 +32,7 @@ def run(job: Job) -> dict[str, Any]:
         facts = importlib.import_module(f"kvgate.sources.{kind}").fetch(_rooted(source, job.base), part)
         architecture = _inspect(part)
         (part / "README.md").unlink(missing_ok=True)  # only its licence was of use
-        files = {path.name: record.sha256(path) for path in sorted(part.iterdir())}
+        files = {path.name: hashed.fresh(path, job.results) for path in sorted(part.iterdir())}
         shutil.rmtree(job.folder, ignore_errors=True)
         part.replace(job.folder)
     finally:
