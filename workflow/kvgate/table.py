@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvgate import columns, record, ship
+from kvgate import bundle, columns, judged, ship
 from kvgate.job import record_path
 
 Verdict = Mapping[str, Any]
@@ -47,7 +47,7 @@ def path(results: Path, row: Mapping[str, str]) -> Path:
 
 def load(results: Path, rows: Iterable[Mapping[str, str]]) -> list[Verdict]:
     """The verdicts that there are, in the order of the rows."""
-    return [record.read(p) for p in (path(results, row) for row in rows) if p.exists()]
+    return [judged.read(p) for p in (path(results, row) for row in rows) if p.exists()]
 
 
 def compact(verdicts: Sequence[Verdict]) -> str:
@@ -101,20 +101,18 @@ def _behaves(verdict: Verdict) -> bool:
     return bool((verdict["figures"].get("behaviour") or {}).get("behaves"))
 
 
-def main(results: Path, sweep: str, rows: Sequence[Row], bundle: Sequence[str]) -> int:
+def main(results: Path, sweep: str, rows: Sequence[Row], wanted: Sequence[str]) -> int:
     """`python -m kvgate table`: what there is now. Returns 1 where there is no verdict at all.
 
-    bundle: the config's sweep.bundle.
+    wanted: the config's sweep.bundle.
     """
     verdicts = load(results, (row.wildcards() for row in rows))
     if not verdicts:
         print(f"sweep {sweep}: no row is finished yet, {len(rows)} planned", file=sys.stderr)
         return 1
     print(compact(verdicts))
-    place = results / "bundles" / sweep
-    named = (ship.folder(v, bundle) for v in verdicts)
-    there = {x for x in named if x and (place / x / "bundle.json").is_file()}
-    print(summary(results, verdicts, len(rows), ship.Shelf(place, bundle, there)))
+    there = bundle.whole(results, sweep)
+    print(summary(results, verdicts, len(rows), ship.Shelf(results / "bundles" / sweep, wanted, there)))
     return 0
 
 
@@ -127,7 +125,7 @@ def gate(results: Path, rows: Sequence[Row], require: Sequence[dict[str, Any]]) 
     lines = [f"required, but no row matches: {p}" for p in require if not any(row.matches(p) for row in rows)]
     for row in wanted:
         where = path(results, row.wildcards())
-        verdict = record.read(where) if where.exists() else {"verdict": "missing", "reason": "not judged yet"}
+        verdict = judged.read(where) if where.exists() else {"verdict": "missing", "reason": "not judged yet"}
         if verdict["verdict"] != "pass":
             lines.append(f"{verdict['verdict']}: {ship.row_name(row.wildcards())}: {verdict['reason']}")
     if not wanted and not lines:
