@@ -19,6 +19,7 @@ from kvgate.job import Job
 from kvgate.observe import Trace
 from kvgate.stages import build
 from onnx import external_data_helper
+from tiny import relist
 
 W8A8: dict[str, Any] = {"mask": -100, "calibrate": True, "config": {"quantized_dtype": "w8a8"}}
 
@@ -194,6 +195,7 @@ def test_a_calibration_by_what_is_verified_is_refused(tmp_path: Path) -> None:
     text, program = Trace.load(str(drawn)), Trace.load(str(verified))
     tokens = np.concatenate([program.tokens[:6], text.tokens[6:]])
     replace(text, tokens=tokens, prompt=6).save(str(drawn))  # another text, but for what it was drawn after
+    relist(job.inputs["calibration.b"])
     blocked(job, "calibration text b: got the first 6 tokens of program text, allowed: another text")
 
 
@@ -203,6 +205,7 @@ def test_a_calibration_beyond_float16_is_refused(tmp_path: Path) -> None:
     trace = Trace.load(str(path))
     trace.values[0][0] = 1e5
     trace.save(str(path))
+    relist(job.inputs["calibration.a"])
     blocked(job, r"calibration: sample \(a, \d+\), input 'value.0': got 1e\+05, allowed: at most 65504 \(float16\)")
 
 
