@@ -78,8 +78,6 @@ def _lost(path: Path, files: dict[str, str], doubted: bool) -> list[str]:
 
 def begin(plan: "Plan", todo: "dict[str, tuple[Node, list[str]]]", results: Path, write: bool) -> list[str]:
     """Lines that say what there is to do and why; with `write`, the finish lines of the jobs can count down."""
-    swept = {node.record for node in plan.nodes()}
-    todo = {path: found for path, found in todo.items() if path in swept}  # a diagnosis is made where it is asked for
     lines = [f"kvgate: sweep {plan.name}: {len(plan.rows)} rows, {len(plan.nodes())} jobs, {len(todo)} to do"]
     reasons: dict[str, dict[str, int]] = {}
     for node, why in todo.values():
