@@ -20,6 +20,7 @@ from kvgate.contract import canonical
 from kvgate.job import RECORDS
 from kvgate.plan import Plan
 
+
 def moved(path):
     """Where another workflow, whose module this one is, wants a path of ours: its `prefix` or `replace_prefix`."""
     return str(workflow.modifier.path_modifier.replace_prefix(path))
