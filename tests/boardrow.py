@@ -35,13 +35,9 @@ def row(results: Path, entry: dict[str, Any], ballast: int = 0, steps: int = 8, 
     folder = export.parent
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, str(folder / "model.onnx"))
-    np.savez(folder / "host.npz", **tinygraph.tables())  # type: ignore[arg-type]
-    (folder / "contract.json").write_text(boundary.to_json())
-    names = ["model.onnx", "contract.json", "host.npz"]
     if ballast:
         (folder / "weights.bin").write_bytes(np.random.default_rng(1).bytes(ballast))
-        names.append("weights.bin")
-    record.write(export, {"status": "ok", "files": {n: record.sha256(folder / n) for n in names}})
+    tinygraph.exported(export, boundary, *(["weights.bin"] if ballast else []))
     inputs = {"export": export}
     rng = np.random.default_rng(5)
     for name, program in PROGRAMS.items():

@@ -91,7 +91,6 @@ class Results:
         self.programs: dict[str, dict[str, list[str]]] = {}
         facts = {"logits_l2": 2e-6, "kv_l2": 1e-6, "disturbed": 0.0, "steps": 27, "top1": 27}
         self.write("check", {"status": "ok", "findings": [], "programs": {"capital": facts}})
-        self.contract(contract())
         identity = {"mask_value": -1e4, "quant": {"config": {"quantized_dtype": dtype or self.row["quant"]}}}
         record.write(self.path("build").with_name("contract.json"), {"identity": identity})
         record.write_bytes(self.path("build").with_name("model.rknn"), f"artifact {self.row['quant']}".encode())
@@ -99,8 +98,8 @@ class Results:
         np.savez(self.path("export").with_name("host.npz"), embedding=np.ones((VOCABULARY, 4), np.float32))
         for name in ("tokenizer.json", "model.safetensors"):
             record.write_bytes(self.path("fetch").with_name(name), name.encode())
+        self.contract(contract())
         self.listed("fetch", {"status": "ok"}, "tokenizer.json", "model.safetensors")
-        self.listed("export", {"status": "ok"}, "model.onnx", "contract.json", "host.npz")
         self.listed("build", BUILD, "model.rknn", "contract.json")
 
     def path(self, stage: str, **names: str) -> Path:
@@ -111,10 +110,19 @@ class Results:
 
     def listed(self, stage: str, body: dict[str, Any], *names: str) -> None:
         """Write a record that lists the files beside it."""
-        self.write(stage, body | {"files": {x: record.sha256(self.path(stage).with_name(x)) for x in names}})
+        self.write(stage, body | {"files": {x: record.sha256(self.path(stage).parent / x) for x in names}})
 
     def contract(self, made: c.Contract) -> None:
+        """Write it, and the export's record."""
+        made = replace(made, host_sha256=record.sha256(self.path("export").with_name("host.npz")))
         record.write_bytes(self.path("export").with_name("contract.json"), made.to_json().encode())
+        files = ("model.onnx", "contract.json", "host.npz")
+        self.listed("export", {"status": "ok", "contract": made.digest}, *files)
+
+    def built(self, body: dict[str, Any]) -> None:
+        """The build's record, which lists its observations too."""
+        seen = sorted(f"observations/{x.name}" for x in self.path("build").parent.glob("observations/*.npz"))
+        self.listed("build", body, "model.rknn", "contract.json", *seen)
 
     def verify(
         self,
@@ -130,12 +138,14 @@ class Results:
         self.programs[program] = {"histories": list(asked)}
         path = self.path("trace", program=program)
         path.parent.mkdir(parents=True, exist_ok=True)
-        record.write(path, {"status": "ok", "end_ids": list(of.end_ids), "findings": list(said)})
         of.save(str(path.with_name("trace.npz")))
+        files = {"trace.npz": record.sha256(path.with_name("trace.npz"))}
+        record.write(path, {"status": "ok", "end_ids": list(of.end_ids), "findings": list(said), "files": files})
         observed = self.path("build").parent / "observations" / f"{program}.npz"
         observed.parent.mkdir(exist_ok=True)
         with observed.open("wb") as file:
             np.savez(file, **seen)
+        self.built(record.read(self.path("build")))
         inputs = {f"trace.{p}": self.path("trace", program=p) for p in self.programs}
         inputs |= {"export": self.path("export"), "observed": self.path("build"), "build": self.path("build")}
         job = Job("verify", self.row, {"programs": self.programs, "isolated": ISOLATED}, inputs, self.root)
@@ -157,7 +167,7 @@ def judged(root: Path, change: Any = None, of: Trace | None = None, build: dict[
     """The verdict of a row of one program; `change(observation)` breaks it."""
     results, of = Results(root), of or trace()
     if build:
-        results.write("build", BUILD | build)
+        results.built(BUILD | build)
     seen = observation(of)
     if change:
         change(seen)
@@ -171,4 +181,7 @@ def tabulated(
     inputs = {f"judge.{n}": root / record_path("judge", row) for n, row in enumerate(rows)}
     config = {"rows": [list(row.values()) for row in rows], "store_gb": 1, "bundle": bundle}
     job = Job("tabulate", {"sweep": sweep}, config, inputs, root)
-    return tabulate.run(job)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    body = tabulate.run(job)
+    record.write(job.record, {"status": "ok", **body})
+    return body

@@ -173,6 +173,15 @@ def test_what_the_toolkit_left_in_float16_is_judged_as_float16(tmp_path: Path) -
     assert row(body, "embedding_int8")["dtype"] == "int8" and row(body, "embedding_int8")["scale"]
 
 
+def measured(verified: Path, kv: dict[str, Any], positions: list[int]) -> None:
+    """Write the metrics of programs, and the record that lists them."""
+    files = {f"{name}/metrics.npz": verified.parent / name / "metrics.npz" for name in kv}
+    for path, values in zip(files.values(), kv.values(), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, **{"isolated/kv": values, "isolated/positions": positions})
+    record.write(verified, {"status": "ok", "files": {name: record.sha256(path) for name, path in files.items()}})
+
+
 @pytest.fixture
 def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """An accuracy job without the toolkit: its child leaves a dump in which every output is zeros."""
@@ -180,8 +189,7 @@ def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     names = {k: v for k, v in built.wildcards.items() if k != "part"} | {"backend": "simulator"}
     record.write(built.record, {"status": "ok"})
     verified = tmp_path / record_path("verify", names)
-    (verified.parent / "text").mkdir(parents=True)
-    np.savez(verified.parent / "text" / "metrics.npz", **{"isolated/kv": [[[0.1, 0.2]]], "isolated/positions": [3]})
+    measured(verified, {"text": [[[0.1, 0.2]]]}, [3])
 
     def analyse(job: Job, source: build.Source, feeds: Any, work: Path) -> dict[str, Any]:
         for run in ("golden", "simulator"):
@@ -232,16 +240,40 @@ def test_a_state_that_cannot_be_fed_is_named_as_the_programs(unbuilt: Job, monke
 
 
 def test_the_worst_isolated_step_is_chosen(tmp_path: Path) -> None:
-    config = {"programs": {"a": {}, "b": {}}}
-    job = Job("accuracy", {}, config, {"verify": tmp_path / "metrics.json"}, tmp_path)
+    config, verified = {"programs": {"a": {}, "b": {}}}, tmp_path / "metrics.json"
+
+    def state() -> accuracy.State:
+        measured(verified, kv, [0, 7])
+        return accuracy._state(Job("accuracy", {}, config, {"verify": verified}, tmp_path))
+
     kv = {"a": [[[0.1, 0.2]], [[0.3, 0.1]]], "b": [[[0.1, 0.25]], [[0.1, 0.1]]]}
-    for name, values in kv.items():
-        (tmp_path / name).mkdir()
-        np.savez(tmp_path / name / "metrics.npz", **{"isolated/kv": values, "isolated/positions": [0, 7]})
-    assert accuracy._state(job) == accuracy.State("a", 7, "isolated", 0.3)
+    assert state() == accuracy.State("a", 7, "isolated", 0.3)
     kv["b"][0][0][1] = float("nan")  # worse than any number
-    np.savez(tmp_path / "b" / "metrics.npz", **{"isolated/kv": kv["b"], "isolated/positions": [0, 7]})
-    assert accuracy._state(job) == accuracy.State("b", 0, "isolated", None)
+    assert state() == accuracy.State("b", 0, "isolated", None)
+
+
+@pytest.mark.parametrize("kind", ["crash", "memory", "hang", "refused"])
+@pytest.mark.parametrize("analysed", [False, True])
+def test_how_the_child_ended(unbuilt: Job, monkeypatch: pytest.MonkeyPatch, kind: str, analysed: bool) -> None:
+    """In the list of ranges: the analysis stands. Before: what may end well the next time is taken up again then."""
+    left = accuracy._analyse
+    monkeypatch.undo()
+    monkeypatch.setattr(accuracy, "_artifact", lambda *_: "equal")
+
+    def ended(request: Any, work: Path, log: Path, *_: Any, **__: Any) -> toolkit.Outcome:
+        if analysed:
+            left(unbuilt, build.opened(unbuilt), {}, work)
+            (work / accuracy.analysis.ANALYSED).touch()
+        return toolkit.Outcome("signal 11", kind, [record.finding(kind, "signal 11")])
+
+    monkeypatch.setattr(toolkit, "compile", ended)
+    if analysed:
+        body = accuracy.run(unbuilt)
+        assert body["ranges"] == "signal 11" and len(body["operators"]) == 1
+        return
+    with pytest.raises(record.Blocked, match=r"^accuracy analysis: signal 11$") as caught:
+        accuracy.run(unbuilt)
+    assert caught.value.facts == ({} if kind == "refused" else {"again": True})
 
 
 def test_a_scratch_folder_of_its_own(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 import synthetic
-from kvgate import ask, ship
+from kvgate import ask, record, ship
+from kvgate.job import record_path
 from kvgate.sweep import Row
 from test_tabulate import ERRORS, ROWS, one
 
@@ -13,6 +14,7 @@ def asked(root, prompt="", wanted=("pass", "warn", "behaves")):
 
 @pytest.fixture
 def root(tmp_path):
+    bundles = {}
     for row in ROWS:
         verdict = one(tmp_path, row, ERRORS.get(row["quant"]))
         folder = ship.folder(verdict, ("pass", "warn", "behaves"))
@@ -20,6 +22,10 @@ def root(tmp_path):
             program = tmp_path / "bundles/default" / folder / "generate.py"
             program.parent.mkdir(parents=True)
             program.write_text("import sys\nprint(sys.argv)\nsys.exit(7)\n")
+            sums = program.with_name("SHA256SUMS")
+            sums.write_text(f"{record.sha256(program)}  generate.py\n")
+            bundles[f"bundles/default/{folder}"] = record.sha256(sums)
+    record.write(tmp_path / record_path("tabulate", {"sweep": "default"}), {"status": "ok", "bundles": bundles})
     return tmp_path
 
 
@@ -42,3 +48,20 @@ def test_nothing_to_ask_is_said_in_one_line(tmp_path, capfd):
     assert capfd.readouterr().err == (
         f"kvgate ask: {tmp_path / 'bundles/default'}: got no bundle, allowed: a sweep that ships one\n"
     )
+
+
+@pytest.mark.parametrize("name", ["generate.py", "SHA256SUMS"])
+def test_an_edited_bundle_is_not_asked(root, capfd, name):
+    (program,) = (root / "bundles").rglob("simulator-pass/generate.py")
+    with program.with_name(name).open("a") as file:
+        file.write("# edited\n")
+    asked(root)
+    assert " fp16 " not in capfd.readouterr().out
+
+
+def test_a_changed_graph_does_not_answer(root, capfd):
+    path = root / record_path("export", ROWS[0] | {"part": "decode"})
+    path.with_name("model.onnx").write_bytes(b"another graph")
+    assert asked(root) == 1
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("kvgate ask: models/tiny/graphs/") and "model.onnx is not what " in err

@@ -22,7 +22,7 @@ def on_board(root, change=lambda seen: None, run=None, selftest=None, simulator=
     """The verdict of a row on a board, whose observation `change` breaks."""
     results = synthetic.Results(root, synthetic.ROW | {"backend": "orangepi"})
     if build:
-        results.write("build", synthetic.BUILD | build)
+        results.built(synthetic.BUILD | build)
     seen = synthetic.observation(OF)
     change(seen)
     results.verify("capital", OF, seen)

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tinyrow
-from kvgate import bundle, bundle_copy, record
+from kvgate import bundle, bundle_copy, hashed, record
 from kvgate.bundle import half
 from tinyrow import CHIP, HOST, generate
 
@@ -41,6 +42,12 @@ def host(rows):
 def bytes_of(folder: Path) -> dict[str, str]:
     files = (x for x in folder.rglob("*") if x.is_file() and x.suffix != ".pyc")
     return {str(x.relative_to(folder)): hashlib.sha256(x.read_bytes()).hexdigest() for x in files}
+
+
+def turned(verdict: Path, word: str, gate: str = "tokens") -> None:
+    """Another verdict, as its gates say."""
+    body = record.read(verdict)
+    record.write(verdict, body | {"verdict": word, "gates": [*body["gates"], {"name": gate, "verdict": word}]})
 
 
 def inodes(folder: Path) -> dict[Path, int]:
@@ -142,13 +149,12 @@ def test_a_row_that_no_longer_passes_loses_its_bundle(rows):
     # The tables are the same graph's: on disk once.
     one, two = (rows.results / x / "host.npz" for x in body["bundles"])
     assert one.samefile(two)
-    record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "warn"})
+    turned(verdicts[1], "warn")
     assert [x.rpartition("/")[2] for x in rows.tabulated(*verdicts, sweep="two")["bundles"]] == [
         "onnxruntime-pass",
         "simulator-warn",
     ]
-    strange = [{"name": "nan", "verdict": "fail"}]
-    record.write(verdicts[1], record.read(verdicts[1]) | {"verdict": "fail", "gates": strange})
+    turned(verdicts[1], "fail", "nan")
     left = rows.tabulated(*verdicts, sweep="two")["bundles"]
     assert list(left) == [x for x in body["bundles"] if "/host/" in x]
     there = (rows.results / "bundles/two").rglob("bundle.json")
@@ -167,7 +173,7 @@ def test_a_file_that_is_not_its_stage_s_is_one_line_and_no_bundle(rows, tmp_path
     file = other.job(stage, {}, [], **CHIP).folder / name.removeprefix("graph_")
     file.write_bytes(file.read_bytes() + b" ") if change == "edited" else file.unlink()
     body = other.tabulated(verdict)
-    said = "is not what its stage wrote; `python -m kvgate audit " if change == "edited" else "is gone; run again"
+    said = f"is not what {stage} wrote; run again: it is made again" if change == "edited" else "is gone; run again"
     ((row, why),) = body["refused"].items()
     assert row.endswith("/fp16/simulator-pass") and body["bundles"] == {} and body["again"]
     assert why.startswith(f"{file.relative_to(results)} {said}")
@@ -192,15 +198,23 @@ def test_what_was_edited_deleted_or_cut_is_told(rows, host):
     assert bundle.broken(rows.results, known) == [folder]
 
 
-def test_large_files_are_compared_by_size(rows, host, monkeypatch):
-    monkeypatch.setattr(bundle, "_SMALL", 0)
-    known = {str(host.relative_to(rows.results)): record.sha256(host / "SHA256SUMS")}
-    kept = (host / "host.npz").read_bytes()
-    (host / "host.npz").unlink()
-    (host / "host.npz").write_bytes(kept[:-1])
-    assert bundle.broken(rows.results, known) == list(known)
-    (host / "host.npz").write_bytes(kept)
+def test_a_large_file_that_was_edited_is_told_and_one_that_lies_still_is_not_read(rows, host, monkeypatch):
+    monkeypatch.setattr(hashed, "LARGE", 0)
+    monkeypatch.setattr(hashed, "_TICK", -1)
+    known, path = {str(host.relative_to(rows.results)): record.sha256(host / "SHA256SUMS")}, host / "host.npz"
     assert bundle.broken(rows.results, known) == []
+    kept, dates = path.read_bytes(), path.stat()
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(bytes([kept[1000] ^ 1]))
+    os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+    assert bundle.broken(rows.results, known) == list(known)
+    path.write_bytes(kept)
+    assert bundle.broken(rows.results, known) == []
+    with monkeypatch.context() as m:
+        m.setattr(hashed.record, "sha256", lambda path: pytest.fail(f"{path} was read again"))
+        assert bundle.whole(rows.results, "none") == set()
+        assert hashed.sha256(path, rows.results)
 
 
 def test_tables_that_moved_to_another_row_are_not_taken_from_where_they_lay(rows, tmp_path):

@@ -24,7 +24,7 @@ def job(llama, trace, programs=PROGRAMS) -> Job:
     folder = model.results / "traces"
     folder.mkdir(exist_ok=True)
     trace.save(str(folder / "trace.npz"))
-    record.write(folder / "trace.json", {"status": "ok"})
+    record.write(folder / "trace.json", {"status": "ok", "files": {"trace.npz": record.sha256(folder / "trace.npz")}})
     inputs = {"export": graph.folder / "graph.json", "trace.text": folder / "trace.json"}
     names = {"model": "llama", "weights": "plain", "strategy": "s", "part": "decode"}
     made = Job("check", names, {"programs": programs, "isolated": 4, "mask": -1e4}, inputs, model.results)

@@ -1,10 +1,11 @@
 """A key's way to a command and back, what differs between two, and the states of files in them."""
 
 import json
+import os
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvgate import keys
+from kvgate import keys, record
 from kvgate.contract import canonical
 
 
@@ -26,14 +27,18 @@ def test_a_key_travels_unchanged(parts, repeat):
     assert len(argument.encode()) < 128 * 1024
 
 
-def test_a_large_file_is_told_by_its_blocks(tmp_path):
+def test_a_large_file_is_told_by_all_of_it(tmp_path):
+    """Also where the date is set back: the ctime cannot be."""
     path = tmp_path / "weights"
     path.write_bytes(bytes(3 << 20))
-    before = keys.file_state(path)
+    before = keys.file_state(path, tmp_path)
     path.touch()
-    assert keys.file_state(path) == before
-    with path.open("r+b") as file:
-        file.seek((3 << 20) - 1)
-        file.write(b"x")
-    assert keys.file_state(path) != before
-    assert keys.file_state(tmp_path / "none") == "unreadable: No such file or directory"
+    assert keys.file_state(path, tmp_path) == before == record.sha256(path)
+    dates = path.stat()
+    for place in (0, 100_001, 2_000_001, (3 << 20) - 1):  # between the blocks that were once looked at
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+        assert keys.file_state(path, tmp_path) == record.sha256(path) != before
+    assert keys.file_state(tmp_path / "none", tmp_path) == "unreadable: No such file or directory"

@@ -128,7 +128,7 @@ def test_a_graph_that_is_another_than_its_record_is_said_so(tmp_path):
     job = boardrow.row(tmp_path, boardrow.board(tmp_path / "work"))
     with (job.inputs["export"].parent / "model.onnx").open("ab") as file:
         file.write(b"more")
-    assert blocked(job, r"model\.onnx: got other content than its record says").findings[0]["kind"] == "changed"
+    assert blocked(job, r"model\.onnx is not what export wrote; run again").findings[0]["kind"] == "changed"
 
 
 def test_a_contract_of_another_version_is_refused_by_the_board(tmp_path):

@@ -133,7 +133,7 @@ def test_rows_of_onnxruntime_have_bundles_and_are_named_one_by_one(tmp_path):
     for row in rows:
         results = synthetic.Results(tmp_path, row)
         results.verify("capital", OF, synthetic.observation(OF))
-        results.write("build", {"status": "ok"})
+        results.built({"status": "ok"})
         assert results.judge()["verdict"] == "pass"
     body = synthetic.tabulated(tmp_path, rows)
     folders = [f"bundles/default/tiny/plain/{row['strategy']}/host/fp32/onnxruntime-pass" for row in rows]

@@ -6,6 +6,7 @@ compiler to fuse what it fuses in a real model, and small enough to build in a s
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,16 @@ def trace(graph: Path, boundary: c.Contract, ids: np.ndarray, prompt: int) -> Tr
     return Trace(ids, prompt, False, (), keys, values, np.stack([s.logits for s in steps]))
 
 
+def exported(export: Path, boundary: c.Contract, *more: str) -> None:
+    """Write what lies beside a graph, and the record. more: other files that are listed in it."""
+    folder = export.parent
+    np.savez(folder / "host.npz", **tables())  # type: ignore[arg-type]
+    boundary = replace(boundary, host_sha256=record.sha256(folder / "host.npz"))
+    (folder / "contract.json").write_text(boundary.to_json())
+    files = {n: record.sha256(folder / n) for n in ("model.onnx", "contract.json", "host.npz", *more)}
+    record.write(export, {"status": "ok", "contract": boundary.digest, "files": files})
+
+
 def prepare(
     results: Path,
     quant: dict[str, Any],
@@ -140,14 +151,11 @@ def prepare(
         path.parent.mkdir(parents=True, exist_ok=True)
         ids = rng.integers(0, VOCABULARY, SLOTS)
         trace(folder / "whole.onnx", boundary, ids, SLOTS).save(str(path.with_name("trace.npz")))
-        record.write(path, {"files": {"trace.npz": record.sha256(path.with_name("trace.npz"))}})
+        record.write(path, {"status": "ok", "files": {"trace.npz": record.sha256(path.with_name("trace.npz"))}})
         inputs[label] = path
     change(model)
     onnx.save(model, str(folder / "model.onnx"))
-    np.savez(folder / "host.npz", **tables())  # type: ignore[arg-type]
-    (folder / "contract.json").write_text(boundary.to_json())
-    files = {n: record.sha256(folder / n) for n in ("model.onnx", "contract.json", "host.npz")}
-    record.write(export, {"files": files})
+    exported(export, boundary)
     config = {
         "quant": {"mask": -1e4, "calibrate": False, "config": {}, "build": {}, "hybrid": {}} | quant,
         "programs": {"text": {"histories": ["isolated", "forced", "free"]}},

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import onnx
 import pytest
 import tinygraph
 from kvgate import contract as c
-from kvgate import record
+from kvgate import record, store
 from kvgate.compiler import artifact, toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import Contract
@@ -18,6 +19,7 @@ from kvgate.job import Job
 from kvgate.observe import Trace
 from kvgate.stages import build
 from onnx import external_data_helper
+from tiny import relist
 
 W8A8: dict[str, Any] = {"mask": -100, "calibrate": True, "config": {"quantized_dtype": "w8a8"}}
 
@@ -168,12 +170,32 @@ def test_a_build_of_other_packages_is_not_taken_from_the_store(tmp_path: Path) -
     assert build._identity(one, source) == build._identity(one, source) != build._identity(other, source)
 
 
+@pytest.mark.parametrize(("artifacts", "contracts"), [("right", "right"), ("right", "other"), ("other", "right")])
+def test_a_store_hit_is_held_to_the_custom_string_that_it_should_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts: str, contracts: str
+) -> None:
+    """An entry that is whole, and says its key."""
+    job = tinygraph.prepare(tmp_path, {})
+    source = build.opened(job)
+    custom, key = {"right": build._custom(source), "other": "{}"}, store.key(build._identity(job, source))
+    for name in (*build._files(job), build._LOG):
+        record.write_bytes(tmp_path / "entry" / name, name.encode())
+    record.write(tmp_path / "entry/contract.json", {"custom_string": custom[contracts]})
+    files = {x: record.sha256(tmp_path / "entry" / x) for x in (*build._files(job), build._LOG)}
+    store.put(tmp_path, key, tmp_path / "entry", files)
+    monkeypatch.setattr(artifact, "read", lambda *_, **__: SimpleNamespace(custom=custom[artifacts]))
+    right = artifacts == contracts
+    assert build._stored(job, source, key) is right
+    assert (job.folder / "model.rknn").exists() is right and len(store.entries(tmp_path)) == right
+
+
 def test_a_calibration_by_what_is_verified_is_refused(tmp_path: Path) -> None:
     job = tinygraph.prepare(tmp_path, W8A8)
     drawn, verified = (job.inputs[x].with_name("trace.npz") for x in ("calibration.b", "trace.text"))
     text, program = Trace.load(str(drawn)), Trace.load(str(verified))
     tokens = np.concatenate([program.tokens[:6], text.tokens[6:]])
     replace(text, tokens=tokens, prompt=6).save(str(drawn))  # another text, but for what it was drawn after
+    relist(job.inputs["calibration.b"])
     blocked(job, "calibration text b: got the first 6 tokens of program text, allowed: another text")
 
 
@@ -183,6 +205,7 @@ def test_a_calibration_beyond_float16_is_refused(tmp_path: Path) -> None:
     trace = Trace.load(str(path))
     trace.values[0][0] = 1e5
     trace.save(str(path))
+    relist(job.inputs["calibration.a"])
     blocked(job, r"calibration: sample \(a, \d+\), input 'value.0': got 1e\+05, allowed: at most 65504 \(float16\)")
 
 

@@ -17,6 +17,7 @@ from kvgate.export import decoder, proto, residual
 from kvgate.export.spec import Spec
 from kvgate.observe import observe
 from kvgate.record import Blocked
+from tiny import relist
 
 CAPACITY = 8
 FILES = ("graph.json", "model.onnx", "contract.json", "host.npz", "weights.bin")
@@ -126,8 +127,8 @@ def test_layers_of_different_sizes_cannot_be_one_tensor(llama, monkeypatch):
     raw = llama.prepare("recipe")
     raw["spec"]["layers"][1]["kv_heads"] = 1
     monkeypatch.setattr(Model, "prepare", lambda self, form: raw)
-    real = record.read
-    monkeypatch.setattr("kvgate.job.record.read", lambda path: raw if path.name == "weights.json" else real(path))
+    real = record.held
+    monkeypatch.setattr("kvgate.job.record.held", lambda path: raw if path.name == "weights.json" else real(path))
     with pytest.raises(Blocked, match="packing: got 'model' for layers of different sizes"):
         llama.export("dynamic_concat", capacity=CAPACITY, packing="model", rank=3)
 
@@ -220,6 +221,7 @@ def test_logits_stand_around_zero_in_the_graph_and_the_host_adds_what_was_taken(
     head = safetensors.numpy.load_file(model.checkpoint / "model.safetensors")
     head["lm_head.weight"] = head["lm_head.weight"] * 400
     safetensors.numpy.save_file(head, model.checkpoint / "model.safetensors", {"format": "pt"})
+    relist(model.checkpoint / "manifest.json")
     trace, graph = model.text(5), model.export("cpu_managed")
     assert graph.contract.shift > 5
     host = graph.host()

@@ -186,7 +186,8 @@ def test_a_model_without_k_and_v_is_blocked(tmp_path):
 
     config = transformers.MambaConfig(vocab_size=20, hidden_size=16, state_size=4, num_hidden_layers=1)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "checkpoint")
-    record.write(tmp_path / "checkpoint" / "manifest.json", {})
+    files = {path.name: record.sha256(path) for path in (tmp_path / "checkpoint").iterdir()}
+    record.write(tmp_path / "checkpoint" / "manifest.json", {"status": "ok", "files": files})
     run = job(tmp_path / "checkpoint" / "manifest.json", "hf_export", tmp_path / "results")
     with pytest.raises(record.Blocked, match="DynamicCache"):
         exporter.run(run)

@@ -81,6 +81,8 @@ def rewrite(path: str) -> Edit:
     return edit
 
 
+ROW = "results/models/tiny/rows/plain/tiny_cpu_managed/rk3576/fp16/simulator"
+WEIGHTS = "results/models/tiny/graphs/plain/tiny_cpu_managed/decode/weights.bin"
 ONE_STRATEGY = {"build": 2, "verify": 2, "judge": 2, "tabulate": 1}
 EDITS: dict[str, tuple[Edit, dict[str, int]]] = {
     "nothing": (lambda root: None, {}),
@@ -120,6 +122,14 @@ EDITS: dict[str, tuple[Edit, dict[str, int]]] = {
     "an artifact deleted": (
         lambda root: (root / ARTIFACT).unlink(),
         {"build": 1, "verify": 1, "judge": 1, "tabulate": 1},
+    ),
+    "a verdict edited": (
+        replace(f"{ROW}/verdict.json", '"verdict": "pass"', '"verdict": "warn"'),
+        {"judge": 1, "tabulate": 1},
+    ),
+    "metrics edited": (
+        replace(f"{ROW}/metrics.json", '"status": "ok"', '"status":  "ok"'),
+        {"verify": 1, "judge": 1, "tabulate": 1},
     ),
     "which rows get a bundle": (
         replace("tests/workflow/tiny.yaml", "  isolated: 4", "  isolated: 4\n  bundle: [warn]"),
@@ -238,6 +248,24 @@ def test_a_diagnosis_of_any_row(repository):
     )
     assert "accuracy" not in blocked
     assert repository.planned("--nolock", *paths, config=config) == {}
+
+
+def test_a_flipped_bit_is_blocked_by_name_and_the_next_run_makes_all_of_it_again(repository):
+    """In the weights of one graph, before a quant is added: nothing is built of them, and the store has none of it."""
+    root = repository.path
+    rewrite(WEIGHTS)(root)
+    EDITS["a quant's argument"][0](root)
+    done = repository.snakemake()
+    assert done.returncode == 0, done.stderr
+    verdict = record.read(root / ROW.replace("fp16", "w8a8") / "verdict.json")
+    name = WEIGHTS.removeprefix("results/")
+    assert verdict["reason"] == f"{name} is not what export wrote; run again: it is made again"
+    assert record.read(root / ROW / "verdict.json")["verdict"] == "pass"  # its files were not opened again
+    again = repository.snakemake()
+    assert again.returncode == 0 and "export: 1 (files changed)" in again.stderr, again.stderr
+    assert record.read(root / ROW.replace("fp16", "w8a8") / "verdict.json")["verdict"] != "blocked"
+    assert repository.planned() == {}
+    assert repository.kvgate("audit", "--deep", *CONFIG).returncode == 0
 
 
 def test_a_refactoring_compiles_and_simulates_nothing(repository):

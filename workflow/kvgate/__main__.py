@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.board:
             return bench.board(plan.Plan(args.base, override(args.configfile, "")), args.results, args.board)
         return bench.main(args.base, args.results)
-    planned = plan.Plan(args.base, override(args.configfile, args.config))
+    planned = plan.Plan(args.base, override(args.configfile, args.config), args.results)
     if args.command == "audit":
         from kvgate import audit
 

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from kvgate import columns, ship, table
+from kvgate import bundle, columns, hashed, record, ship, table
+from kvgate.job import Job, record_path
 from kvgate.sweep import HOST_PLATFORM, Row
 
 
@@ -16,13 +17,30 @@ def main(results: Path, sweep: str, rows: Iterable[Row], wanted: Collection[str]
     """
     place = results / "bundles" / sweep
     found = {path: v for v in table.load(results, (r.wildcards() for r in rows)) if (path := ship.folder(v, wanted))}
-    there = {path: v for path, v in found.items() if (place / path / "generate.py").is_file()}
+    whole = bundle.whole(results, sweep)
+    there = {path: v for path, v in found.items() if path in whole}
     chips = {path: v for path, v in there.items() if v["row"]["platform"] != HOST_PLATFORM}
     best = ship.best_row((chips or there).values())
     if best is None:
         print(f"kvgate ask: {place}: got no bundle, allowed: a sweep that ships one", file=sys.stderr)
         return 1
+    wrong = _graph(results, best["row"])
+    if wrong:
+        print(f"kvgate ask: {wrong}", file=sys.stderr)
+        return 1
     folder = place / ship.folder(best, wanted)
     prompt = prompt or ship.PROMPT
     print(f"{columns.name(best['row'])}, asked {prompt!r}:", flush=True)
     return subprocess.run([sys.executable, str(folder / "generate.py"), prompt], check=False).returncode
+
+
+def _graph(results: Path, row: Mapping[str, str]) -> str:
+    """Why the graph that answers on a PC is not the one that was exported; empty where it is."""
+    above = results / record_path("export", {**row, "part": "decode"})
+    job = Job("ask", {}, {}, {"export": above}, results)
+    try:
+        for name in job.read("export")["files"]:
+            job.file("export", name, hashed.sha256)
+    except record.Blocked as why:
+        return why.reason
+    return ""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvgate import bundle, keys, record
+from kvgate import bundle, judged, keys, record
 from kvgate.plan import Node, Plan
 
 
@@ -22,18 +22,19 @@ class Finding:
 def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
     """Compare every record with the plan, with the records it read, and with the files it lists.
 
-    deep: also read the large files and compare their sha256; else only that they are there.
+    deep: also read the large files and compare their sha256; else only that they are there. Diagnoses that there are
+    are results like others.
     """
     found, sums = [], {}
-    for node in plan.nodes():
+    for node in [*plan.nodes(), *plan.beside(results)]:
         path = results / node.record
         try:
-            body = record.read(path)
+            body = record.held(path)
         except FileNotFoundError:
             found.append(Finding(node, "missing", "not made yet"))
             continue
         except (OSError, ValueError) as error:
-            found.append(Finding(node, "damaged", f"unreadable record: {error}"))
+            found.append(Finding(node, "damaged", f"{path.name} was edited or cannot be read: {error}"))
             continue
         sums[node.record] = record.sha256(path)
         why = keys.changes(node.key, body.get("key"))
@@ -45,10 +46,13 @@ def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
         if other:
             found.append(Finding(node, "stale", f"made from another {', '.join(other)}"))
             continue
-        bad = [x for x, sha in body.get("files", {}).items() if not _holds(path.parent / x, sha, deep)]
+        whole = deep or record.doubted(path)
+        bad = [x for x, sha in body.get("files", {}).items() if not _holds(path.parent / x, sha, whole)]
         bad += bundle.broken(results, body.get("bundles", {}))
-        if bad:
-            found.append(Finding(node, "damaged", f"missing or changed: {', '.join(bad)}"))
+        wrong = judged.contradiction(body) if node.stage == "judge" and "verdict" in body else ""
+        wrong = wrong or (f"missing or changed: {', '.join(bad)}" if bad else "")
+        if wrong:
+            found.append(Finding(node, "damaged", wrong))
     return found
 
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvgate import agent_zip, bundle_text, digest, record, ship
+from kvgate import agent_zip, bundle_text, digest, hashed, record, ship
 from kvgate.board import environment, today
 from kvgate.bundle_row import TABLES, TOKENIZER, Refused, Row, Source
 from kvgate.columns import ROW
+from kvgate.job import record_path
 
 FACTS, SUMS = "bundle.json", "SHA256SUMS"
 _PROGRAMS = ("generate", "serve")
 _TEMPLATE = "chat_template.jinja"
-_SMALL = 4 << 20  # bytes; planning stands before every run: it reads no larger file of a bundle
 _ROUNDING = 1e-3  # L2 of a table against its float16; above, values lie below float16's normal range
 _LICENSE = Path(__file__).parents[2] / "LICENSE"
 
@@ -52,9 +52,12 @@ def write(results: Path, name: str, verdicts: Iterable[Mapping[str, Any]], wante
     for path, verdict in rows.items():
         folder = root / path
         try:
-            _replace(folder, Row(results, verdict, folder), made)
+            row = Row(results, verdict, folder)
+            _replace(folder, row, made)
+            row.hold()
             found.made[path] = record.sha256(folder / SUMS)
         except Refused as why:
+            made.forget(folder)
             found.refused[path] = str(why)
         except FileNotFoundError as why:
             lost = Path(str(why.filename))
@@ -67,23 +70,27 @@ def write(results: Path, name: str, verdicts: Iterable[Mapping[str, Any]], wante
 def broken(results: Path, bundles: Mapping[str, str]) -> list[str]:
     """The bundles that are gone or not what was written, of those that a table's record names.
 
-    Small files are compared by content, large ones by size.
+    Planning stands before every run: large files that have not moved since they were hashed are believed.
     """
-    return [path for path, sha in bundles.items() if not _whole(results / path, sha)]
+    return [path for path, sha in bundles.items() if not _whole(results, results / path, sha)]
 
 
-def _whole(folder: Path, sha: str) -> bool:
+def whole(results: Path, name: str) -> set[str]:
+    """The bundles of a sweep that are there as they were written, below results/bundles/{sweep}."""
+    try:
+        made = record.held(results / record_path("tabulate", {"sweep": name}))["bundles"]
+    except (OSError, ValueError, KeyError):
+        return set()
+    gone = broken(results, made)
+    return {path.removeprefix(f"bundles/{name}/") for path in made if path not in gone}
+
+
+def _whole(results: Path, folder: Path, sha: str) -> bool:
     try:
         if record.sha256(folder / SUMS) != sha:
             return False
-        known, sizes = sums(folder), record.read(folder / FACTS)["sizes"]
-        for name, digest_ in known.items():
-            path = folder / name
-            size = path.stat().st_size
-            if size != sizes.get(name, size) or (size <= _SMALL and record.sha256(path) != digest_):
-                return False
-        return True
-    except (OSError, ValueError, KeyError):
+        return all(hashed.sha256(folder / x, results) == digest_ for x, digest_ in sums(folder).items())
+    except (OSError, ValueError):
         return False
 
 
@@ -93,6 +100,10 @@ class Made:
 
     tables: dict[str, Path] = field(default_factory=dict)
     tokenizers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def forget(self, *folders: Path) -> None:
+        """What lies in these folders is not there any more."""
+        self.tables = {k: v for k, v in self.tables.items() if v.parent not in folders}
 
 
 def _clear(root: Path, wanted: set[Path]) -> None:
@@ -119,7 +130,7 @@ def _replace(folder: Path, row: Row, made: Made) -> None:
                 folder.rename(old)
             part.rename(folder)
         # What lay here before, and what was made in the part, is here now.
-        made.tables = {k: v for k, v in made.tables.items() if v.parent not in (part, folder)}
+        made.forget(part, folder)
         made.tables.setdefault(row.tables, folder / TABLES)
     finally:
         for rest in (part, old):
@@ -149,7 +160,7 @@ def _fill(part: Path, row: Row, made: Made) -> None:
     texts = {name: tokenizer[name] for name in (TOKENIZER, _TEMPLATE) if name not in sources and tokenizer[name]}
     texts |= {f"{x}.py": bundle_text.entry(x) for x in _PROGRAMS}
     texts["requirements.txt"] = bundle_text.requirements(facts)
-    licence = str(record.read(row.path("fetch")).get("licence", "unknown"))
+    licence = str(row.read("fetch").get("licence", "unknown"))
     day = today.TODAY if today.asked(tokenizer[_TEMPLATE] or "") else None
     texts["README.md"] = bundle_text.readme(row.verdict, facts, row.contract.cache.capacity, licence, day)
     files = {name: text.encode() for name, text in texts.items()}

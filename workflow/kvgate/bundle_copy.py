@@ -23,7 +23,7 @@ def main(folder: Path, into: Path, with_graph: bool) -> int:
         graph = folder / facts["graph"]
         if not (graph / "graph.json").is_file():
             raise Refused(f"{graph}: got no graph, allowed: a bundle where it was made, in results/bundles")
-        listed = record.read(graph / "graph.json")["files"]
+        listed = record.held(graph / "graph.json")["files"]
         files |= {f"graph/{x}": (graph / x, listed[x]) for x in (*GRAPH, "contract.json") if x in listed}
         facts["graph"] = "graph"
     part = record.partial(into)

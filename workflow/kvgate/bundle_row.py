@@ -1,5 +1,6 @@
 """What a row's bundle is made of: the files of its stages, each held to the record of the stage that wrote it."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvgate import behaviour, digest, record, sweep
+from kvgate import behaviour, digest, hashed, record, sweep
 from kvgate.contract import Contract, canonical, sha256_text
-from kvgate.job import record_path
+from kvgate.job import Job, changed, record_path
 
 GRAPH = ("model.onnx", "weights.bin")  # the second one only where the graph has its weights outside
 TOKENIZER, TABLES = "tokenizer.json", "host.npz"
@@ -24,16 +25,21 @@ class Refused(ValueError):
 class Source:
     """A file of a stage, held to the stage's record."""
 
-    path: Path
-    name: str  # as a person calls it: below the results folder
+    results: Path
+    above: Path  # the record
+    name: str  # beside it
     sha256: str | None  # as its stage recorded it; None: the record has no such file
     large: bool = False  # made here and too large to have twice: linked. All else is copied: it may be a user's own
 
+    @property
+    def path(self) -> Path:
+        return self.above.parent / self.name
+
     def put(self, target: Path) -> str:
-        """Bring it to `target`; returns its sha256. Raises Refused."""
+        """Bring it to `target`; returns its sha256. Raises Refused; of what is linked `Row.hold` does, in its place."""
         if self.large:
             record.link(self.path, target)
-            return self.held(record.sha256(target))
+            return str(self.sha256)
         data = self.path.read_bytes()
         target.write_bytes(data)
         return self.held(record.sha256(target))
@@ -42,8 +48,7 @@ class Source:
         """Its sha256, which is the recorded one. Raises Refused."""
         got = got or record.sha256(self.path)
         if got != self.sha256:
-            fix = "`python -m kvgate audit --deep --discard`, then run again"
-            raise Refused(f"{self.name} is not what its stage wrote; {fix}")
+            raise Refused(changed(self.results, self.above, self.name).reason)
         return got
 
 
@@ -55,29 +60,49 @@ class Row:
         self.results, self.verdict, self.folder = results, verdict, folder
         self.row: dict[str, str] = verdict["row"]
         self.chip = self.row["platform"] != sweep.HOST_PLATFORM
-        self.graph, self.checkpoint = self.path("export").parent, self.path("fetch").parent
-        self.source("export", "contract.json").held()
-        self.contract = Contract.from_json((self.graph / "contract.json").read_text())
+        self.graph, contract = self.path("export").parent, self.source("export", "contract.json")
+        contract.held()
+        self.contract = Contract.from_json(contract.path.read_text(encoding="utf-8"))
+        exported = self.read("export")
+        told = (exported.get("contract"), exported["files"].get(TABLES))
+        if told != (self.contract.digest, self.contract.host_sha256):
+            raise Refused(changed(results, contract.above, contract.name).reason)
         self.artifact: dict[str, Any] = {}
         if self.chip:
+            self.source("build", "contract.json").held()
             self.artifact = record.read(self.path("build").with_name("contract.json"))
+
+    def read(self, stage: str, **names: str) -> dict[str, Any]:
+        """A stage's record. Raises Refused where it was edited."""
+        path = self.path(stage, **names)
+        try:
+            return record.held(path)
+        except ValueError:
+            raise Refused(changed(self.results, path, path.name).reason) from None
 
     def path(self, stage: str, **names: str) -> Path:
         return self.results / record_path(stage, self.row | {"part": "decode"} | names)
 
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder. Raises Refused where a file in it was changed or added."""
+        try:
+            return Job("fetch", self.row, {}, {"fetch": self.path("fetch")}, self.results).checkpoint()
+        except record.Blocked as why:
+            raise Refused(why.reason) from None
+
     def source(self, stage: str, name: str, large: bool = False) -> Source:
         """A file that lies beside a stage's record, and is listed in it."""
-        path = self.path(stage).with_name(name)
-        return Source(path, str(path.relative_to(self.results)), self.listed(stage).get(name), large)
+        return Source(self.results, self.path(stage), name, self.listed(stage).get(name), large)
 
     def listed(self, stage: str) -> dict[str, str]:
         """The files of a stage to their sha256, as it recorded them."""
-        return dict(record.read(self.path(stage))["files"])
+        return dict(self.read(stage)["files"])
 
     def sources(self) -> dict[str, Source]:
         """Names in the bundle -> files that are in it as they are."""
-        at = self.path("judge")
-        verdict = Source(at, str(at.relative_to(self.results)), record.sha256(at))  # a record itself
+        at, bytes_ = self.path("judge"), record.encoded(self.verdict)  # a record itself: what the table shows
+        verdict = Source(self.results, at, at.name, hashlib.sha256(bytes_).hexdigest())
         found = {"graph_contract.json": self.source("export", "contract.json"), "verdict.json": verdict}
         if self.chip:
             found["model.rknn"] = self.source("build", "model.rknn", large=True)
@@ -91,15 +116,20 @@ class Row:
                 found[name] = self.source("fetch", name)
         return found
 
+    def hold(self) -> None:
+        """Hold the bundle's links to their records: by content, as a new link is a move. Raises Refused."""
+        for name, source in self.sources().items():
+            if source.large:
+                source.held(hashed.sha256(self.folder / name, self.results))
+
     def end_ids(self) -> list[int]:
         """Of the traces, which are all of this model."""
-        program = next(iter(record.read(self.path("verify"))["programs"]))
-        return list(record.read(self.path("trace", program=program))["end_ids"])
+        program = next(iter(self.read("verify")["programs"]))
+        return list(self.read("trace", program=program)["end_ids"])
 
     def engine(self) -> str:
         """What ran the row on its board; else the vendor's package for a chip."""
-        run = self.path("run")
-        ran = record.read(run).get("engine") if run.exists() else None
+        ran = self.read("run").get("engine") if self.path("run").exists() else None
         return ran or ("lite" if self.chip else sweep.ONNXRUNTIME)
 
     @cached_property

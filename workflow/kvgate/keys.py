@@ -8,11 +8,12 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kvgate import hashed, record
 from kvgate.sources import folder
 
 _LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
@@ -41,15 +42,15 @@ def changes(key: str, recorded: dict[str, Any] | None) -> list[str]:
     return [_change(part, planned[part], recorded.get(part)) for part in planned if planned[part] != recorded.get(part)]
 
 
-def text_digests(base: Path, texts: Iterable[str]) -> dict[str, str]:
-    """The state now of the text files that a key names."""
-    return {path: file_state(base / path) for path in texts}
+def text_digests(base: Path, texts: Iterable[str], results: Path) -> dict[str, str]:
+    """The state now of the files that a key names."""
+    return {path: file_state(base / path, results) for path in texts}
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """A record with its key; empty where there is no readable one, or one that asks to be made again."""
+    """A record with its key; empty where there is none, it was edited, or asks to be made again."""
     try:
-        body = json.loads(path.read_bytes())
+        body = record.held(path)
         return {} if body.get("again") else body
     except (OSError, ValueError, AttributeError):
         return {}
@@ -62,29 +63,19 @@ def _change(part: str, planned: Any, recorded: Any) -> str:
     return part
 
 
-def source_files(base: Path, source: dict[str, Any]) -> dict[str, str]:
-    """The state of a local source's files: small ones by content, large ones by size and sixteen spread blocks."""
+def source_files(base: Path, source: dict[str, Any], results: Path) -> dict[str, str]:
+    """The state of a local source's files."""
     path = source.get("path")
     if source["kind"] not in ("folder", "gguf") or not isinstance(path, str):
         return {}
     root = base / path
     files = folder.matching(root, folder.PATTERNS + folder.FALLBACK) if root.is_dir() else [root]  # what fetch takes
-    return {os.path.relpath(p, base): file_state(p) for p in files}
+    return {os.path.relpath(p, base): file_state(p, results) for p in files}
 
 
-def file_state(path: Path, block: int = 1 << 16) -> str:
-    """sha256 of a file's size and content; of a large file's size and sixteen spread blocks."""
+def file_state(path: Path, results: Path) -> str:
+    """A file's sha256; of a large one as the results folder remembers it where it has not moved since."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            total = sha256(str(size).encode())
-            read: Callable[[int], bytes] = file.read
-            if size <= 16 * block:
-                total.update(read(size))
-            else:
-                for n in range(16):
-                    file.seek(n * (size - block) // 15)
-                    total.update(read(block))
-        return total.hexdigest()
+        return hashed.sha256(path, results)
     except OSError as error:
         return f"unreadable: {error.strerror}"

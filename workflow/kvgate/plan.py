@@ -62,8 +62,9 @@ class Node:
 class Plan:
     """The jobs of a config's sweep, made when asked for and kept. Raises config.ConfigError."""
 
-    def __init__(self, base: Path, override: dict[str, Any]) -> None:
-        self.base = base
+    def __init__(self, base: Path, override: dict[str, Any], results: Path = Path("results")) -> None:
+        """results: where digests of large source files are remembered."""
+        self.base, self.results = base, results
         self.config = load(base, override)
         self.rows = sweep.rows(self.config, base)
         self.name: str = self.config["sweep"]["name"]
@@ -105,6 +106,16 @@ class Plan:
         """Every job that was asked for so far, also those of no sweep, like a diagnosis."""
         return list(self._nodes.values())
 
+    def beside(self, results: Path) -> list[Node]:
+        """The diagnoses that there are of the sweep's rows, each after its accuracy analysis."""
+        found = []
+        for row in self.rows:
+            w = row.wildcards()
+            if any((results / record_path(stage, w)).exists() for stage in ("accuracy", "diagnose")):
+                node = self.node("diagnose", w)
+                found += [x for label, x in node.inputs.items() if label == "accuracy"] + [node]
+        return found
+
     def of_stage(self, stage: str) -> list[Node]:
         return [node for node in self.nodes() if node.stage == stage]
 
@@ -112,7 +123,7 @@ class Plan:
 
     def _fetch(self, w: dict[str, str]) -> Node:
         source = self.config["models"][w["model"]]["source"]
-        texts = keys.source_files(self.base, source)
+        texts = keys.source_files(self.base, source, self.results)
         return self._make("fetch", w, {"source": source}, {}, (f"sources.{source['kind']}",), texts)
 
     def _trace(self, w: dict[str, str]) -> Node:
@@ -251,7 +262,7 @@ class Plan:
 
     def _text(self, path: str) -> str:
         if path not in self._texts:
-            self._texts[path] = keys.file_state(self.base / path)
+            self._texts[path] = keys.file_state(self.base / path, self.results)
         return self._texts[path]
 
     def _make(

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvgate import keys, record
+from kvgate import judged, keys, record
 from kvgate.job import Job
 
 if TYPE_CHECKING:  # a job reports through this and plans nothing
@@ -25,24 +25,55 @@ def cost_path(path: Path) -> Path:
 def stale(plan: "Plan", results: Path) -> "dict[str, tuple[Node, list[str]]]":
     """The jobs whose record is not what would be planned now, by record path, each with what changed.
 
-    Also those whose files are gone, and all that read from one of them.
+    Also those whose files are gone or in doubt, and all that read from one of them; and the diagnoses of the sweep.
     """
     from kvgate import bundle  # the jobs, which report through this, do without
 
     found: dict[str, tuple[Node, list[str]]] = {}
-    for node in plan.nodes():
+    doubted, sums = _doubted(plan, results), {}
+    for node in [*plan.nodes(), *plan.beside(results)]:
         path = results / node.record
         body = keys.recorded(path)
         why = keys.changes(node.key, body.get("key"))
-        if not why and not all((path.parent / name).is_file() for name in body.get("files", ())):
-            why = ["files gone"]
+        if not why:
+            sums[node.record] = record.sha256(path)
+            why = _lost(path, body.get("files", {}), node.record in doubted)
+        if not why and node.stage == "judge" and "verdict" in body and judged.contradiction(body):
+            why = ["verdict"]
         if not why and bundle.broken(results, body.get("bundles", {})):
             why = ["bundles gone or edited"]
         if not why and any(below.record in found for below in node.inputs.values()):
             why = ["inputs"]
+        if not why:
+            read = body.get("inputs", {})
+            other = [x for x, below in node.inputs.items() if read.get(x, sums[below.record]) != sums[below.record]]
+            why = [f"made from another {', '.join(other)}"] if other else []
         if why:
             found[node.record] = (node, why)
     return found
+
+
+def _doubted(plan: "Plan", results: Path) -> set[str]:
+    """The records of which a job found a file changed, and all that they were made from: the change may be there."""
+    found: set[str] = set()
+    todo = [node for node in plan.nodes() if record.doubted(results / node.record)]
+    while todo:
+        node = todo.pop()
+        found.add(node.record)
+        todo += [x for x in node.inputs.values() if x.record not in found]
+    return found
+
+
+def _lost(path: Path, files: dict[str, str], doubted: bool) -> list[str]:
+    """Why a record's files are not what it lists: by content where there is doubt, else only that they are there."""
+    if not all((path.parent / name).is_file() for name in files):
+        return ["files gone"]
+    if not doubted:
+        return []
+    if any(record.sha256(path.parent / name) != sha for name, sha in files.items()):
+        return ["files changed"]
+    record.settle(path)
+    return []
 
 
 def begin(plan: "Plan", todo: "dict[str, tuple[Node, list[str]]]", results: Path, write: bool) -> list[str]:

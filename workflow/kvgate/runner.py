@@ -25,9 +25,9 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
     Raises ValueError where the key is not what the code, the packages and the texts are now.
     """
     key = keys.unpack(argument)
-    _hold(stage, key, base)
+    _hold(stage, key, base, results)
     inputs = {label: results / path for label, (path, _) in key["inputs"].items()}
-    job = Job(stage, key["wildcards"], key["config"], inputs, results, base)
+    job = Job(stage, key["wildcards"], key["config"], inputs, results, base, key)
     job.folder.mkdir(parents=True, exist_ok=True)
     with _alone(job), _captured(log) as terminal, _heartbeat(job, log, terminal):
         try:
@@ -46,6 +46,7 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
 def _made(job: Job, key: dict[str, Any], terminal: TextIO) -> int:
     started = time.monotonic()
     job.record.unlink(missing_ok=True)
+    record.settle(job.record)
     body = _body(job, key)
     seconds = round(time.monotonic() - started, 2)
     cost = {"seconds": seconds, "peak_mb": _peak_mb(), "cpu": cpu.label()}
@@ -63,7 +64,9 @@ def _body(job: Job, key: dict[str, Any]) -> dict[str, Any]:
     try:
         if not getattr(module, "TAKES_BLOCKED", False):
             _pass_on(job)
-        return {"status": "ok", **module.run(job), **state}
+        body = module.run(job)
+        job.unmoved()
+        return {"status": "ok", **body, **state}
     except Exception as error:
         why = _as_data(error, job.folder)
         if why is None:
@@ -93,7 +96,7 @@ def _pass_on(job: Job) -> None:
             raise record.Blocked(above["reason"], above["findings"], **facts)
 
 
-def _hold(stage: str, key: dict[str, Any], base: Path) -> None:
+def _hold(stage: str, key: dict[str, Any], base: Path, results: Path) -> None:
     """An edit or an upgrade during a run must not be taken in under the old key."""
     if key["stage"] != stage:
         raise ValueError(f"key: got one of stage {key['stage']!r}, allowed: {stage}")
@@ -103,7 +106,7 @@ def _hold(stage: str, key: dict[str, Any], base: Path) -> None:
         if version != key["versions"][name]:
             planned = f"planned: {key['versions'][name]} (envs/lock.txt)"
             raise ValueError(f"{name}: got version {version}, {planned}; `make preflight` installs what the lock says")
-    if keys.text_digests(base, key["texts"]) != key["texts"]:
+    if keys.text_digests(base, key["texts"], results) != key["texts"]:
         raise ValueError(f"a text of {', '.join(key['texts'])} changed after planning; run snakemake again")
 
 

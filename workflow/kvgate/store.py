@@ -1,13 +1,14 @@
 """The store of finished builds: key -> files, content-addressed. Equal work is linked back, not done again.
 
-An entry is results/store/{key[:2]}/{key}/ with its files and manifest.json {file: sha256}. Files are hard-linked both
-ways, so what a result still holds costs the store nothing; a folder appears whole (renamed) or not at all.
+An entry is results/store/{key[:2]}/{key}/ with its files and manifest.json: the key, and {file: sha256}. Files are
+hard-linked both ways, so what a result still holds costs the store nothing; a folder appears whole (renamed) or not at
+all.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvgate import record
@@ -22,17 +23,20 @@ def key(parts: Mapping[str, object]) -> str:
     return sha256_text(canonical(dict(parts)))
 
 
-def put(results: Path, key: str, folder: Path, files: Sequence[str]) -> None:
-    """Link `files` (names below `folder`) into the store; the end of a sweep prunes it to the config's limit.
+def put(results: Path, key: str, folder: Path, files: Mapping[str, str]) -> None:
+    """Link `files` (names below `folder`, to the sha256 that was recorded of them) into the store.
 
-    The store only saves time: a disk that is full or read-only is not an error here.
+    What is not what was recorded makes no entry. The store only saves time: a disk that is full or read-only is not an
+    error here. The end of a sweep prunes it to the config's limit.
     """
     place = _place(results, key)
     part = place.with_name(f".{key}.{os.getpid()}.part")
     try:
-        for name in files:
+        for name, digest in files.items():
             record.link(folder / name, part / name)
-        record.write(part / _MANIFEST, {"files": {name: record.sha256(part / name) for name in files}})
+            if record.sha256(part / name) != digest:
+                raise OSError(f"{name} changed")
+        record.write(part / _MANIFEST, {"key": key, "files": dict(files)})
         shutil.rmtree(place, ignore_errors=True)
         part.rename(place)
     except OSError:
@@ -40,24 +44,29 @@ def put(results: Path, key: str, folder: Path, files: Sequence[str]) -> None:
 
 
 def get(results: Path, key: str, folder: Path) -> bool:
-    """Link an entry's files into `folder`. False where there is none, or its content is not what was put in.
+    """Link an entry's files into `folder`. False where there is none, or it is not what was put in under this key.
 
     An entry that fails is removed: a changed byte in it would be one in every result that links to it.
     """
     place = _place(results, key)
     try:
-        files: dict[str, str] = record.read(place / _MANIFEST)["files"]
-        if any(record.sha256(place / name) != digest for name, digest in files.items()):
+        manifest = record.held(place / _MANIFEST)
+        files: dict[str, str] = manifest["files"]
+        if manifest["key"] != key or any(record.sha256(place / name) != digest for name, digest in files.items()):
             raise ValueError("changed")
         os.utime(place)
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError):
-        shutil.rmtree(place, ignore_errors=True)
+        drop(results, key)
         return False
     for name in files:
         record.link(place / name, folder / name)
     return True
+
+
+def drop(results: Path, key: str) -> None:
+    shutil.rmtree(_place(results, key), ignore_errors=True)
 
 
 def entries(results: Path) -> list[tuple[float, int, Path]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvgate import columns, record, ship
+from kvgate import bundle, columns, judged, ship
 from kvgate.job import record_path
 
 Verdict = Mapping[str, Any]
@@ -57,7 +57,7 @@ def load(results: Path, rows: Iterable[Mapping[str, str]], outdated: Mapping[str
         where = record_path("judge", dict(row))
         if (results / where).exists():
             stale = {"stale": outdated[where]} if where in outdated else {}
-            found.append(record.read(results / where) | stale)
+            found.append(judged.read(results / where) | stale)
     return found
 
 
@@ -119,20 +119,18 @@ def _behaves(verdict: Verdict) -> bool:
     return bool((verdict["figures"].get("behaviour") or {}).get("behaves"))
 
 
-def main(results: Path, sweep: str, rows: Sequence[Row], bundle: Sequence[str], outdated: Mapping[str, str]) -> int:
+def main(results: Path, sweep: str, rows: Sequence[Row], wanted: Sequence[str], outdated: Mapping[str, str]) -> int:
     """`python -m kvgate table`: what there is now. Returns 1 where there is no verdict at all.
 
-    bundle: the config's sweep.bundle. outdated: as in `load`.
+    wanted: the config's sweep.bundle. outdated: as in `load`.
     """
     verdicts = load(results, (row.wildcards() for row in rows), outdated)
     if not verdicts:
         print(f"sweep {sweep}: no row is finished yet, {len(rows)} planned", file=sys.stderr)
         return 1
     print(compact(verdicts))
-    place = results / "bundles" / sweep
-    named = (ship.folder(v, bundle) for v in verdicts)
-    there = {x for x in named if x and (place / x / "bundle.json").is_file()}
-    print(summary(results, verdicts, len(rows), ship.Shelf(place, bundle, there)))
+    there = bundle.whole(results, sweep)
+    print(summary(results, verdicts, len(rows), ship.Shelf(results / "bundles" / sweep, wanted, there)))
     return 0
 
 

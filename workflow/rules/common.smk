@@ -20,11 +20,6 @@ from kvgate.contract import canonical
 from kvgate.job import RECORDS
 from kvgate.plan import Plan
 
-try:
-    PLAN = Plan(BASE, config)
-except (ConfigError, ValueError) as error:
-    sys.exit(f"kvgate: {error}")  # one line; a WorkflowError would add a trace
-
 
 def moved(path):
     """Where another workflow, whose module this one is, wants a path of ours: its `prefix` or `replace_prefix`."""
@@ -43,6 +38,10 @@ if not FIRST and workflow.modifier.rule_whitelist is None:
     )
 COPIES.append(RESULTS)
 
+try:
+    PLAN = Plan(BASE, config, Path(RESULTS))
+except (ConfigError, ValueError) as error:
+    sys.exit(f"kvgate: {error}")  # one line; a WorkflowError would add a trace
 STALE = {}  # what our own comparison asks for, by record
 BEGUN = []  # holds something once the first rule was asked for its inputs
 

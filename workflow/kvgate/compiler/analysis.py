@@ -15,6 +15,7 @@ from kvgate.compiler import child, hybrid
 from kvgate.compiler.request import Failure, Request
 
 SNAPSHOT = "snapshot"
+ANALYSED = "analysed"  # an empty file: all is there but the list of ranges
 NO_RANGES = "float activations have no ranges"
 
 
@@ -31,6 +32,7 @@ def analyse(request: Analysis, run: child.Run) -> dict[str, Any]:
         # No target: the simulator. Rank-4 arrays are taken in the graph's own order here, unlike by `inference`.
         feeds = list(request.feeds)
         child.call("accuracy_analysis", lambda: toolkit.accuracy_analysis(inputs=feeds, output_dir=SNAPSHOT))
+    Path(ANALYSED).touch()
     if not request.dataset:
         return {"ranges": NO_RANGES}
     if Path(hybrid.ranges_file(request.graph)).is_file():  # the hybrid build wrote it

@@ -38,7 +38,7 @@ def run(job: Job) -> dict[str, Any]:
     implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
     with precise.float64():  # the frequencies of its angles, rounded once, are the same on every PC
         exact = transformers.AutoModelForCausalLM.from_pretrained(
-            job.inputs["fetch"].parent, dtype=torch.float64, attn_implementation=implementation, local_files_only=True
+            job.checkpoint(), dtype=torch.float64, attn_implementation=implementation, local_files_only=True
         )
     model = exact.float().eval()
     work = job.folder / ".exporter"

@@ -24,6 +24,7 @@ from kvgate.stages import build
 
 COMMAND = (sys.executable, "-m", "kvgate.compiler.analysis")
 Array = np.ndarray
+_ENDED = ("crash", "hang")  # of a build these are data; who asks for a diagnosis again wants it tried again
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ def run(job: Job) -> dict[str, Any]:
     """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or leaves what cannot be read."""
     source = build.opened(job)
     state = _state(job)
-    trace = Trace.load(str(job.inputs[f"trace.{state.program}"].with_name("trace.npz")))
-    host = build.host_of(source)
+    trace = Trace.load(str(job.file(f"trace.{state.program}", "trace.npz")))
+    host = build.host_of(job, source)
     what = f"accuracy analysis: state ({state.program}, {state.position})"
     feeds = calibration.feeds(source.contract, host, trace, state.position, what)
     work = toolkit.scratch(job.folder, ".analysis")
@@ -71,7 +72,7 @@ def _state(job: Job) -> State:
     found: list[tuple[float, State]] = []
     for history in ("isolated", "forced"):
         for program in job.config["programs"]:
-            with np.load(job.inputs["verify"].parent / program / "metrics.npz") as file:
+            with np.load(job.file("verify", f"{program}/metrics.npz")) as file:
                 if f"{history}/kv" not in file.files or not file[f"{history}/kv"].size:
                     continue
                 kv, positions = file[f"{history}/kv"], file[f"{history}/positions"]
@@ -92,8 +93,12 @@ def _analyse(job: Job, source: build.Source, feeds: Mapping[str, Array], work: P
     request = analysis.Analysis(**{**vars(asked), "programs": {}}, feeds=names)
     outcome = toolkit.compile(request, work, job.folder / "accuracy.log", job.config["timeout"], command=COMMAND)
     record.write(job.folder / "accuracy.phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
+    if outcome.reason and (work / analysis.ANALYSED).exists():
+        return {"ranges": outcome.reason}  # the analysis stands without
     if outcome.reason:
-        raise outcome.blocked("accuracy analysis: ")
+        why = outcome.blocked("accuracy analysis: ")
+        why.facts |= {"again": True} if outcome.kind in _ENDED else {}
+        raise why
     return record.read(Path(request.result))["facts"]
 
 

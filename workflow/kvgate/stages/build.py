@@ -37,25 +37,44 @@ class Source:
 
 def run(job: Job) -> dict[str, Any]:
     """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or a gate does not hold."""
-    for name in (*_files(job), _LOG, "phases.json"):
-        (job.folder / name).unlink(missing_ok=True)
+    _clear(job)
     source = opened(job)
     model = _graph(source)
     key = store.key(_identity(job, source))
-    if not store.get(job.results, key, job.folder):
+    stored = _stored(job, source, key)
+    if not stored:
         work = toolkit.scratch(job.folder)
         try:
             _compile(job, source, model, work)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        store.put(job.results, key, job.folder, [*_files(job), _LOG])
-    return _body(job, source, model)
+    body = _body(job, source, model)
+    job.unmoved()
+    if not stored:
+        store.put(job.results, key, job.folder, body["files"] | {_LOG: record.sha256(job.folder / _LOG)})
+    return body
+
+
+def _stored(job: Job, source: Source, key: str) -> bool:
+    """Whether the store had it. An entry of another artifact than its key promises goes."""
+    if not store.get(job.results, key, job.folder):
+        return False
+    held = record.read(job.folder / "contract.json")["custom_string"]
+    if artifact.read(job.folder / _MODEL, digests=False).custom == held == _custom(source):
+        return True
+    store.drop(job.results, key)
+    _clear(job)
+    return False
+
+
+def _clear(job: Job) -> None:
+    for name in (*_files(job), _LOG, "phases.json"):
+        (job.folder / name).unlink(missing_ok=True)
 
 
 def opened(job: Job) -> Source:
     """Raises Blocked where the platform has no such dtype, or the calibration texts do not do."""
-    folder = job.inputs["export"].parent
-    contract = Contract.from_json((folder / "contract.json").read_text())
+    contract, folder = hosts.contract(job), hosts.graph(job).parent
     quant, platform = _with_kept(job.config["quant"], job.read("export").get("kept", [])), job.wildcards["platform"]
     if platforms.dtype(quant) not in platforms.supported(platform):
         raise record.Blocked(
@@ -83,7 +102,7 @@ def _with_kept(quant: dict[str, Any], kept: list[str]) -> dict[str, Any]:
 
 def _traces(job: Job, stage: str) -> dict[str, Path]:
     """The trace.npz of every program (`trace`) or calibration text (`calibration`)."""
-    return {x.partition(".")[2]: job.inputs[x].with_name("trace.npz") for x in job.labels(stage)}
+    return {x.partition(".")[2]: job.file(x, "trace.npz") for x in job.labels(stage)}
 
 
 def _sha256(job: Job, stage: str) -> dict[str, str]:
@@ -200,12 +219,12 @@ def _own_coverage(job: Job, source: Source, boundary: dict[str, Any]) -> dict[st
     used = {s.text for s in source.samples}
     traces = {t: Trace.load(str(path)) for t, path in _traces(job, "calibration").items() if t in used}
     samples = [(s.text, s.position) for s in source.samples]
-    return coverage.own(host_of(source), samples, traces, boundary)
+    return coverage.own(host_of(job, source), samples, traces, boundary)
 
 
-def host_of(source: Source) -> Host:
+def host_of(job: Job, source: Source) -> Host:
     """The host half of what is built, with the quant's mask."""
-    return hosts.opened(source.folder, source.contract, source.quant["mask"])
+    return hosts.opened(job, source.contract, source.quant["mask"])
 
 
 def _boundary(built: artifact.Artifact) -> dict[str, Any]:
@@ -224,12 +243,12 @@ def asked(job: Job, source: Source, work: Path) -> Request:
     if source.samples:
         # A bare name: the toolkit cannot read paths with a space in them.
         traces = _traces(job, "calibration")
-        dataset = calibration.write(work, source.contract, host_of(source), traces, source.samples).name
+        dataset = calibration.write(work, source.contract, host_of(job, source), traces, source.samples).name
     (work / "observations").mkdir()
     return Request(
         graph=str((source.folder / "model.onnx").resolve()),
         contract=str((source.folder / "contract.json").resolve()),
-        tables=str((source.folder / "host.npz").resolve()),
+        tables=str(job.file("export", "host.npz").resolve()),
         artifact=str((work / "model.rknn").resolve()),
         result=str((work / "result.json").resolve()),
         observations=str((work / "observations").resolve()),

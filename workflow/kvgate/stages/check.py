@@ -25,17 +25,16 @@ LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
 
 def run(job: Job) -> dict[str, Any]:
     """Raises record.Blocked where the graph differs from the model, with the first difference."""
-    folder = job.inputs["export"].parent
-    contract = Contract.from_json((folder / "contract.json").read_text())
-    host = hosts.opened(folder, contract, job.config["mask"])
-    engine = Engine(folder / "model.onnx", contract)
+    contract = hosts.contract(job)
+    host = hosts.opened(job, contract, job.config["mask"])
+    engine = Engine(hosts.graph(job), contract)
     files, programs, findings, isolated = {}, {}, [], False
     exported = job.read("export")
     moved = "moved.npz" in exported["files"]
     if moved:
-        findings += _moved(engine, host, folder / "moved.npz")
+        findings += _moved(engine, host, job.file("export", "moved.npz"))
     for name, program in job.config["programs"].items():
-        trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
         if program["kind"] == "chat" and trace.prompt > contract.cache.capacity:
             raise record.Blocked(
                 f"program {name}: got a prompt of {trace.prompt} tokens, the strategy holds {contract.cache.capacity}"
@@ -46,9 +45,8 @@ def run(job: Job) -> dict[str, Any]:
         findings += [x | {"program": name} for x in found if not moved]
         buffer = io.BytesIO()
         np.savez(buffer, **seen)  # type: ignore[arg-type]
-        path = job.folder / "observations" / f"{name}.npz"
-        record.write_bytes(path, buffer.getvalue())
-        files[f"observations/{name}.npz"] = record.sha256(path)
+        file = f"observations/{name}.npz"
+        files[file] = record.write_bytes(job.folder / file, buffer.getvalue())
     if findings:
         findings.sort(key=compare.place)
         why = compare.reason(findings, isolated)
@@ -62,14 +60,13 @@ def run(job: Job) -> dict[str, Any]:
 def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]:
     """The worst K/V delta and centred logits error of an ideal float16 run, over the programs' forced histories; the
     isolated ones where a program has no other."""
-    graph = job.inputs["export"].with_name("model.onnx")
     try:
-        engine = Engine(ideal.written(graph, job.folder / "ideal"), contract)
+        engine = Engine(ideal.written(hosts.graph(job), job.folder / "ideal"), contract)
     finally:
         shutil.rmtree(job.folder / "ideal")
     found: dict[str, list[float | None]] = {"kv_l2": [], "logits_l2": []}
     for name, program in job.config["programs"].items():
-        trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
         history = "isolated" if program["histories"] == ["isolated"] else "forced"
         seen = observe(engine, host, trace, [history], job.config["isolated"], _say(f"float16 {name}"))
         figures = compare.compare(contract, trace, seen)[0]["histories"][history]

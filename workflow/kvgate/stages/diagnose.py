@@ -14,7 +14,6 @@ from kvgate import columns, hosts, kinds, record
 from kvgate import contract as c
 from kvgate.columns import percent
 from kvgate.compiler import platforms
-from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import Trace
 from kvgate.page import page
@@ -52,14 +51,13 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _write(job: Job, files: dict[str, str], name: str, data: bytes) -> None:
-    record.write_bytes(job.folder / name, data)
-    files[name] = record.sha256(job.folder / name)
+    files[name] = record.write_bytes(job.folder / name, data)
 
 
 def _arrays(job: Job) -> dict[str, dict[str, Array]]:
     found = {}
     for program in job.config["programs"]:
-        with np.load(job.inputs["verify"].parent / program / "metrics.npz") as file:
+        with np.load(job.file("verify", f"{program}/metrics.npz")) as file:
             found[program] = {name: array for name, array in file.items() if name.endswith(("/kv", "/positions"))}
     return found
 
@@ -104,12 +102,12 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
     """Every cache input: its dtype and calibrated range, the reference's range in it, and the share beyond."""
     if "build" not in job.inputs:
         return []
-    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
-    host = hosts.opened(job.inputs["export"].parent, contract, -1.0)
+    contract = hosts.contract(job)
+    host = hosts.opened(job, contract, -1.0)
     low = dict.fromkeys(host.buffers, 0.0)
     high = dict.fromkeys(host.buffers, 0.0)
     for label in job.labels("trace"):
-        trace = Trace.load(str(job.inputs[label].with_name("trace.npz")))
+        trace = Trace.load(str(job.file(label, "trace.npz")))
         host.fill(trace.tokens.tolist(), trace.keys, trace.values, min(len(trace.tokens), contract.cache.capacity))
         for name, buffer in host.buffers.items():
             low[name], high[name] = min(low[name], float(buffer.min())), max(high[name], float(buffer.max()))
@@ -138,8 +136,8 @@ def _operators(job: Job) -> dict[str, Any]:
     if note:
         return body
     rows = found["operators"]
-    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
-    identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
+    contract = hosts.contract(job)
+    identity = record.read(job.file("build", "contract.json"))["identity"]
     masks = [t.name for t in contract.inputs if t.role == c.MASK]
     quant = identity["quant"]
     about = (masks, identity["mask_value"], platforms.dtype(quant), quant.get("headroom", 1.0))

@@ -25,20 +25,20 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     from kvgate.export.spec import Spec
 
     prepared = job.read("prepare")
-    source = job.inputs["prepare"].parent
     spec = Spec.from_dict(prepared["spec"])
     cache = Cache(**{k: strategy[k] for k in ("capacity", "layout", "rank", "packing")})
     try:
         contract = decoder.contract(spec, strategy["module"], cache)
     except ValueError as why:
         raise Blocked(str(why), [finding("packing", str(why))]) from why
-    tensors = {k: torch.from_numpy(v) for k, v in blob.read(source / "weights.bin", prepared["tensors"]).items()}
+    weights = blob.read(job.file("prepare", "weights.bin"), prepared["tensors"])
+    tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
     signs = {name: tensors[name].numpy() for name in prepared["widened"].values()}
     for name, of in prepared["widened"].items():  # the model itself is traced at its own width
         tensors[name] = tensors[name][: widened.rows(tensors[name], signs[of])]
-    made = decoder.Decoder(load.shell(job.inputs["fetch"].parent), spec, contract, tensors)
+    made = decoder.Decoder(load.shell(job.checkpoint()), spec, contract, tensors)
     surgery.fill(made.model, tensors)
-    host_digest = _host(job, made, source)
+    host_digest = _host(job, made)
     try:
         graph = proto.export(
             made,
@@ -56,12 +56,12 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         text = "preparation compensate: got no residual stream of at least two sums in the graph"
         raise blocked("preparation", text)
     contract = replace(contract, host_sha256=host_digest, shift=graph.shift)
-    record.link(source / "weights.bin", job.folder / "weights.bin")
+    record.link(job.file("prepare", "weights.bin"), job.folder / "weights.bin")
     record.write_bytes(job.folder / "model.onnx", graph.model.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
     names = ["model.onnx", "contract.json"]
     if "moved.npz" in prepared["files"]:
-        record.link(source / "moved.npz", job.folder / "moved.npz")
+        record.link(job.file("prepare", "moved.npz"), job.folder / "moved.npz")
         names.append("moved.npz")
     files = {name: record.sha256(job.folder / name) for name in names}
     return {
@@ -83,14 +83,14 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _host(job: Job, made: Any, source: Any) -> str:
+def _host(job: Job, made: Any) -> str:
     """Write host.npz: embedding rows, learned positions and rotary tables up to the capacity. Returns its sha256."""
     import numpy as np
 
     from kvgate.export import rotary
 
     capacity = made.contract.cache.capacity
-    with np.load(source / "tables.npz") as file:
+    with np.load(job.file("prepare", "tables.npz")) as file:
         arrays = dict(file)
     if "position" in arrays:
         arrays["position"] = arrays["position"][:capacity]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvgate import record, sources
+from kvgate import hashed, sources
 from kvgate.constants import constants
 from kvgate.job import Job
 from kvgate.record import blocked
@@ -39,7 +39,7 @@ def run(job: Job) -> dict[str, Any]:
         architecture = _inspect(part)
         left_out = facts.pop("left_out", {}) | architecture.pop("left_out")
         (part / "README.md").unlink(missing_ok=True)  # only its licence was of use
-        files = {path.name: record.sha256(path) for path in sorted(part.iterdir())}
+        files = {path.name: hashed.fresh(path, job.results) for path in sorted(part.iterdir())}
         shutil.rmtree(job.folder, ignore_errors=True)
         part.replace(job.folder)
     finally:

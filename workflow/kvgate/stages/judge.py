@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import behaviour, boards, causes, columns, figures, gates, record
+from kvgate import behaviour, boards, causes, columns, figures, gates, hosts, record
 from kvgate.compiler import platforms
 from kvgate.contract import Contract
 from kvgate.job import Job
@@ -23,8 +23,11 @@ Array = np.ndarray
 def run(job: Job) -> dict[str, Any]:
     """The verdict's body: `verdict`, `reason`, `first`, `gates`, `risks`, `findings`, `row`, `figures`, `announce`."""
     row = {k: v for k, v in job.wildcards.items() if k in columns.ROW}
-    inputs = {label: job.read(label) for label in job.inputs}
-    body = _blocked(inputs) or _judged(job, inputs)
+    try:
+        inputs = {label: job.read(label) for label in job.inputs}
+        body = _blocked(inputs) or _judged(job, inputs)
+    except record.Blocked as why:  # a file that is not what its stage wrote
+        body = _unjudged(job.stage, {"reason": why.reason, "findings": why.findings}) | why.facts
     body["row"] = row
     body["announce"] = columns.line(body)
     return body
@@ -37,7 +40,10 @@ def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     if found is None:
         return None
     label, above = found
-    stage = above.get("blocked_by", label.split(".")[0])
+    return _unjudged(above.get("blocked_by", label.split(".")[0]), above)
+
+
+def _unjudged(stage: str, above: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "verdict": "blocked",
         "reason": above.get("reason") or f"{stage} gave no reason",
@@ -50,12 +56,12 @@ def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
+    contract = hosts.contract(job)
     build = inputs.get("build", {})
     metrics = inputs["verify"]["programs"]
     arrays: dict[str, dict[str, Array]] = {}
     for name in metrics:
-        with np.load(job.inputs["verify"].parent / name / "metrics.npz") as file:
+        with np.load(job.file("verify", f"{name}/metrics.npz")) as file:
             arrays[name] = dict(file)
     limits = job.config["thresholds"]
     found = [g for name in metrics for g in gates.judge(name, metrics[name], arrays[name], limits)]
@@ -168,7 +174,7 @@ def _as_built(job: Job, evidence: causes.Evidence) -> causes.Evidence:
     """With what the artifact's contract says of it; a row of ONNX Runtime has none."""
     if "build" not in job.inputs:
         return evidence
-    identity = record.read(job.inputs["build"].with_name("contract.json"))["identity"]
+    identity = record.read(job.file("build", "contract.json"))["identity"]
     return replace(evidence, dtype=platforms.dtype(identity["quant"]), mask=identity["mask_value"])
 
 

@@ -41,7 +41,7 @@ def run(job: Job) -> dict[str, Any]:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
     steps = [(step["name"], preparation(step["name"]), step["options"]) for step in job.config["weights"]["steps"]]
     with torch.no_grad(), precise.float64():
-        model = load.model(job.inputs["fetch"].parent)
+        model = load.model(job.checkpoint())
         for name, step, options in steps:
             families = getattr(step, "FAMILIES", None)
             if families and model.config.model_type not in families:
@@ -106,7 +106,7 @@ def _changed(job: Job, prepared: Any, steps: list[Any]) -> Any:
     """The prepared model after all steps (preparation.Work)."""
     from kvgate.export import preparation
 
-    texts = [job.inputs[label].with_name("trace.npz") for label in job.labels("calibration")]
+    texts = [job.file(label, "trace.npz") for label in job.labels("calibration")]
     work = preparation.Work(prepared, texts)
     try:
         for name, step, options in steps:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import agent_zip, received, record
+from kvgate import agent_zip, hosts, received, record
 from kvgate.contract import Contract
 from kvgate.job import Job
 from kvgate.observe import spread
@@ -50,7 +50,7 @@ def run(job: Job) -> dict[str, Any]:
             raise record.Blocked(status["reason"], status["findings"], **facts, **_body(status))
         for name, program in job.config["programs"].items():
             path = job.folder / _ARRIVING / f"observations/{name}.npz"
-            trace = job.inputs[f"trace.{name}"].with_name("trace.npz")
+            trace = job.file(f"trace.{name}", "trace.npz")
             steps = _steps(trace, job.config["isolated"], asked.contract.cache.capacity)
             received.observations(path, asked.contract, {x: steps[x] for x in program["histories"]})
     except Trouble as why:
@@ -110,22 +110,18 @@ def request(job: Job) -> Request:
     if board["platform"] != platform:
         text = f"board {job.wildcards['backend']}: got a {board['platform']}, the artifact is for {platform}"
         raise record.blocked("platform", text)
-    folder = job.inputs["export"].parent
-    contract = Contract.from_json((folder / "contract.json").read_text())
-    graph = job.read("export")["files"]
-    names = {name: (folder / name, graph[name]) for name in ("contract.json", "host.npz")}
-    for name in config["programs"]:
-        traced = job.inputs[f"trace.{name}"]
-        names[f"trace/{name}.npz"] = traced.with_name("trace.npz"), record.read(traced)["files"]["trace.npz"]
+    contract, graph = hosts.contract(job), job.read("export")["files"]
+    names = {name: _held(job, "export", name) for name in ("contract.json", "host.npz")}
+    names |= {f"trace/{name}.npz": _held(job, f"trace.{name}", "trace.npz") for name in config["programs"]}
     custom = ""
     if board["engine"] == "onnxruntime":
-        names |= {name: (folder / name, sha) for name, sha in graph.items() if name not in names}
-        memory = sum((folder / name).stat().st_size for name in graph) + contract.history_bytes(4)
+        names |= {name: _held(job, "export", name) for name in graph if name not in names}
+        memory = sum(names[name][0].stat().st_size for name in graph) + contract.history_bytes(4)
     else:
-        artifact, built = job.inputs["build"].parent, job.read("build")
-        names["model.rknn"] = artifact / "model.rknn", built["files"]["model.rknn"]
-        names["artifact.json"] = artifact / "contract.json", built["files"]["contract.json"]
-        custom = record.read(artifact / "contract.json")["custom_string"]
+        built = job.read("build")
+        names["model.rknn"] = _held(job, "build", "model.rknn")
+        names["artifact.json"] = _held(job, "build", "contract.json")
+        custom = record.read(names["artifact.json"][0])["custom_string"]
         known = (built.get(name) or 0 for name in ("weight_bytes", "internal_bytes", "artifact_bytes"))
         memory = sum(known) + contract.history_bytes()
     body = {
@@ -145,6 +141,11 @@ def request(job: Job) -> Request:
         "perf": board["engine"] == "native",
     }
     return Request(body, {sha: path for path, sha in names.values()}, contract)
+
+
+def _held(job: Job, label: str, name: str) -> tuple[Path, str]:
+    """A file of an input, and its sha256."""
+    return job.file(label, name), job.read(label)["files"][name]
 
 
 def _steps(path: Path, isolated: int, capacity: int) -> dict[str, int]:

@@ -41,11 +41,11 @@ def run(job: Job) -> dict[str, Any]:
 def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str], dict[str, Any]]:
     """What is wrong, a line each, and what the board said of itself."""
     board, limits = job.config["board"], job.config["limits"]
-    folder = job.inputs["probe"].parent / probe.name
     known = job.read("probe")["files"]
     artifact = ["model.onnx"] if board["engine"] == "onnxruntime" else ["model.rknn", "artifact.json"]
     names = {name: known[f"{probe.name}/{name}"] for name in ("contract.json", "feeds.npz", *artifact)}
-    custom = record.read(folder / "artifact.json")["custom_string"] if "artifact.json" in names else ""
+    paths = {name: job.file("probe", f"{probe.name}/{name}") for name in names}
+    custom = record.read(paths["artifact.json"])["custom_string"] if "artifact.json" in names else ""
     request = {
         "engine": board["engine"],
         "files": names,
@@ -54,11 +54,11 @@ def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str]
         "contract_digest": probe.contract.digest,
         "core_mask": CORES[board["core_mask"]],
         "clocks": "record",
-        "memory_bytes": sum((folder / name).stat().st_size for name in names),
+        "memory_bytes": sum(path.stat().st_size for path in paths.values()),
         "seconds": {"load": LOAD, "step": limits["step_seconds"]},
         "perf": False,
     }
-    session.push({sha: folder / name for name, sha in names.items()}, say)
+    session.push({sha: paths[name] for name, sha in names.items()}, say)
     status = session.run(request, job.folder / probe.name, say, _ROOM, expected=())
     facts = {name: status[name] for name in ("environment", "versions")}
     if not status["ok"]:

@@ -7,7 +7,7 @@ removed, and the store is cut to its limit.
 from pathlib import Path
 from typing import Any
 
-from kvgate import bundle, columns, record, ship, store, table
+from kvgate import bundle, columns, judged, record, ship, store, table
 from kvgate.columns import COLUMNS, UNITS
 from kvgate.job import Job
 
@@ -22,17 +22,17 @@ def run(job: Job) -> dict[str, Any]:
     bundle could not be made, the table is made again by the next run.
     """
     sweep = job.wildcards["sweep"]
-    verdicts = [job.read(label) for label in job.inputs]
+    verdicts = [judged.read(path) for path in job.inputs.values()]
     rows = [columns.cells(v, NAMES, people=False) for v in verdicts]
     tsv = "\n".join("\t".join(cells) for cells in [NAMES, *rows]) + "\n"
-    record.write_bytes(job.folder / "acceptance.tsv", tsv.encode())
-    record.write_bytes(job.folder / "acceptance.md", _markdown(sweep, verdicts).encode())
+    texts = {"acceptance.tsv": tsv, "acceptance.md": _markdown(sweep, verdicts)}
+    files = {name: record.write_bytes(job.folder / name, text.encode()) for name, text in texts.items()}
     shown = Path(job.results.name)  # no absolute path in a record
     written = bundle.write(job.results, sweep, verdicts, job.config["bundle"])
     shelf = ship.Shelf(shown / "bundles" / sweep, job.config["bundle"], written.made, written.refused)
     store.prune(job.results, job.config["store_gb"])
     return {
-        "files": {name: record.sha256(job.folder / name) for name in ("acceptance.tsv", "acceptance.md")},
+        "files": files,
         "rows": [dict(zip(NAMES, cells, strict=True)) for cells in rows],
         "counts": {name: sum(v["verdict"] == name for v in verdicts) for name in table.VERDICTS},
         "bundles": {f"bundles/{sweep}/{path}": sha for path, sha in written.made.items()},

@@ -24,7 +24,7 @@ def run(job: Job) -> dict[str, Any]:
     from kvgate import reference
 
     torch.set_num_threads(1)  # the same bytes whatever the number of cores
-    program, folder = job.config["program"], job.inputs["fetch"].parent
+    program, folder = job.config["program"], job.checkpoint()
     name = job.wildcards["program"]
     model, tokenizer = reference.load(folder), reference.load_tokenizer(folder)
     limit, text = reference.context_limit(model.config), _text(job.base / program["text"], program["text"])

@@ -19,13 +19,12 @@ from kvgate.observe import Trace
 
 def run(job: Job) -> dict[str, Any]:
     """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row."""
-    contract = Contract.from_json(job.inputs["export"].with_name("contract.json").read_text())
-    observations = job.inputs["observed"].parent / "observations"
+    contract = hosts.contract(job)
     found, files, traces = {}, {}, []
     for name, program in job.config["programs"].items():
-        trace = Trace.load(str(job.inputs[f"trace.{name}"].with_name("trace.npz")))
+        trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
         traces.append(trace)
-        path = observations / f"{name}.npz"
+        path = job.file("observed", f"observations/{name}.npz")
         with np.load(path) as seen:
             _all_ran(program["histories"], seen, path)
             body, arrays = compare.compare(contract, trace, seen)
@@ -33,8 +32,7 @@ def run(job: Job) -> dict[str, Any]:
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
         file = f"{name}/metrics.npz"
-        record.write_bytes(job.folder / file, buffer.getvalue())
-        files[file] = record.sha256(job.folder / file)
+        files[file] = record.write_bytes(job.folder / file, buffer.getvalue())
         body["findings"] += job.read(f"trace.{name}").get("findings", [])  # what the reference says of itself
         found[name] = {"kind": "text" if trace.prompt == len(trace.tokens) else "chat", **body}
     return {"programs": found, "files": files, "coverage": _coverage(job, contract, traces)}
@@ -43,7 +41,7 @@ def run(job: Job) -> dict[str, Any]:
 def _coverage(job: Job, contract: Contract, traces: list[Trace]) -> dict[str, float]:
     if "build" not in job.inputs:
         return {}
-    host = hosts.opened(job.inputs["export"].parent, contract, -1.0)
+    host = hosts.opened(job, contract, -1.0)
     return coverage.measure(host, traces, job.read("build").get("boundary", {}))
 
 
