@@ -1,5 +1,6 @@
 """A tiny sweep whose jobs run in this process as the workflow runs them, and ways to plant a fault. Not a test itself."""
 
+import json
 import os
 import re
 import shutil
@@ -90,7 +91,9 @@ class Faults:
         self.all: dict[str, tuple[Callable[..., Any], Place]] = {}
 
     def __call__(self, layer: int | None = None, tensor: str = "", position: int | None = None, **more: Any) -> Any:
-        place = Place(**{"stage": self.stage, **self.usual, **more, "layer": layer, "tensor": tensor, "position": position})
+        place = Place(
+            **{"stage": self.stage, **self.usual, **more, "layer": layer, "tensor": tensor, "position": position}
+        )
 
         def add(plant: Callable[..., Any]) -> Callable[..., Any]:
             assert plant.__name__ not in self.all
@@ -162,6 +165,14 @@ class Sweep:
                     self.failed[node.stage] = said[-1]
         return self
 
+    def key(self, stage: str) -> str:
+        """Of the row's job."""
+        return self.plan.node(stage, self.names).key
+
+    def command(self, name: str) -> int:
+        """A command for people, on this sweep: its exit code."""
+        return main([name, "--config", json.dumps(self.config), "--results", str(self.results), "--base", str(BASE)])
+
     def path(self, stage: str, file: str = "", **names: str) -> Path:
         """A stage's record, or a file beside it."""
         path = self.results / record_path(stage, self.names | names)
@@ -178,7 +189,9 @@ class Sweep:
 
     def seal(self, stage: str) -> None:
         """Let the record say what its files are now: the fault is the stage's own, not one that came after it."""
-        self.rewrite(stage, lambda body: body["files"].update({x: record.sha256(self.path(stage, x)) for x in body["files"]}))
+        self.rewrite(
+            stage, lambda body: body["files"].update({x: record.sha256(self.path(stage, x)) for x in body["files"]})
+        )
 
     def copy(self, root: Path) -> "Sweep":
         """With the same hard links among its files, and none to these."""

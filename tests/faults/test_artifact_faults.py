@@ -135,7 +135,9 @@ def key_and_value_are_swapped(sweep: Sweep) -> None:
 def layers_are_in_another_order(sweep: Sweep) -> None:
     with observed(sweep) as seen:
         for h in HISTORIES:
-            moved = {f"{h}/{t}.{n}": seen[f"{h}/{t}.{(n + 1) % LAYERS}"] for n in range(LAYERS) for t in ("key", "value")}
+            moved = {
+                f"{h}/{t}.{n}": seen[f"{h}/{t}.{(n + 1) % LAYERS}"] for n in range(LAYERS) for t in ("key", "value")
+            }
             seen |= moved
 
 
@@ -180,7 +182,9 @@ def large_values_are_cut_off(sweep: Sweep) -> None:
 # Slots that should come back as fed
 
 
-@fault(None, "cache", 11, history="forced", gate="disturbed", says="slots that the step does not write came back changed")
+@fault(
+    None, "cache", 11, history="forced", gate="disturbed", says="slots that the step does not write came back changed"
+)
 def other_slots_are_disturbed(sweep: Sweep) -> None:
     with observed(sweep) as seen:
         seen["forced/disturbed"] = seen["forced/disturbed"] + np.where(np.arange(SLOTS) >= 11, 0.03, 0)
