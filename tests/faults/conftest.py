@@ -1,7 +1,7 @@
 """The tiny sweeps, run once a session; a test gets a copy that it may spoil."""
 
 import pytest
-from planting import CHIP, HOST, Sweep
+from planting import CHIP, HOST, INT8, Sweep
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +14,10 @@ def host_rows(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chip_rows(tmp_path_factory):
-    """A row of rk3576 in fp16, compiled by the real toolkit; one in w8a8 is planned and not made."""
-    made = Sweep(tmp_path_factory.mktemp("chip"), CHIP).run(quant="fp16")
+    """A row of rk3576 in fp16, compiled by the real toolkit; beside it what a row in w8a8 would calibrate with."""
+    made = Sweep(tmp_path_factory.mktemp("chip"), CHIP).run()
     assert made.failed == {} and made.body("judge")["verdict"] == "pass"
+    assert made.planned(INT8).run("trace", until="trace").failed == {}
     return made
 
 

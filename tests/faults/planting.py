@@ -1,4 +1,4 @@
-"""A tiny sweep whose jobs run in this process as the workflow runs them, and ways to plant a fault. Not a test itself."""
+"""Tiny sweeps whose jobs run in this process as the workflow runs them, to plant faults in. Not a test itself."""
 
 import json
 import os
@@ -62,7 +62,8 @@ def config(*blocks: dict[str, list[str]], **changes: Any) -> dict[str, Any]:
 
 
 HOST = config({"strategies": ["managed", "blend"], "platforms": ["host"], "quants": ["fp32"]})
-CHIP = config({"strategies": ["managed"], "platforms": ["rk3576"], "quants": ["fp16", "w8a8"]})
+CHIP = config({"strategies": ["managed"], "platforms": ["rk3576"], "quants": ["fp16"]})
+INT8 = config({"strategies": ["managed"], "platforms": ["rk3576"], "quants": ["w8a8"]})
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,19 @@ class Sweep:
         self.failed: dict[str, str] = {}  # by stage, the last line of the jobs that failed in the last run
 
     def of(self, **names: str) -> "Sweep":
-        """The same results, seen from another row."""
+        """The same results; a stage's names are these where none are given."""
         self.names |= names
         return self
 
-    def run(self, since: str = "fetch", **only: str) -> "Sweep":
-        """Every job from a stage on, whatever there is. only: names of the rows; jobs without such a name run too."""
+    def planned(self, config: dict[str, Any]) -> "Sweep":
+        """The same results under another config."""
+        return Sweep(self.root, config)
+
+    def run(self, since: str = "fetch", until: str = "tabulate", **only: str) -> "Sweep":
+        """Every job of these stages, whatever there is. only: names of the rows; jobs without such a name run too."""
         stages = list(RECORDS)
-        todo = [x for x in self.plan.nodes() if stages.index(x.stage) >= stages.index(since)]
+        asked = stages[stages.index(since) : stages.index(until) + 1]
+        todo = [x for x in self.plan.nodes() if x.stage in asked]
         todo = [x for x in todo if all(x.wildcards.get(k, v) == v for k, v in only.items())]
         self.failed = {}
         for node in todo:

@@ -224,12 +224,12 @@ def the_observation_is_of_another_text(sweep: Sweep) -> None:
 @pytest.mark.parametrize(("plant", "place"), fault.cases())
 def test_the_verdict_names_the_first_place(chip, plant, place):
     plant(chip)
-    red(chip.run("verify", quant="fp16"), place)
+    red(chip.run("verify"), place)
 
 
 def test_an_observation_of_nothing_wrong_still_passes(chip: Any) -> None:
     """The planting itself is no fault."""
     with observed(chip):
         pass
-    chip.run("verify", quant="fp16")
+    chip.run("verify")
     assert chip.failed == {} and chip.body("judge")["verdict"] == "pass"

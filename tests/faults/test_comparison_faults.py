@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kvgate.config import ConfigError
-from planting import CHIP, HOST, PROGRAMS, SLOTS, Faults, Sweep, config, red, shipped
+from planting import CHIP, HOST, INT8, PROGRAMS, SLOTS, Faults, Sweep, config, red, shipped
 from test_artifact_faults import observed
 
 short = Faults("verify")
@@ -55,7 +55,7 @@ def the_free_run_stopped_early(sweep: Sweep) -> None:
 
 @short(gate="compared", program="fill", says="compared")
 def a_program_was_left_out_of_the_metrics(sweep: Sweep) -> None:
-    sweep.run("verify", quant="fp16")
+    sweep.run("verify")
     sweep.rewrite("verify", lambda body: body["programs"]["fill"].update(histories={}, steps={}))
 
 
@@ -67,7 +67,7 @@ def no_program_is_in_the_metrics(sweep: Sweep) -> None:
 @pytest.mark.parametrize(("plant", "place"), short.cases())
 def test_the_verdict_says_how_much_was_compared(chip, plant, place):
     plant(chip)
-    red(chip.run("judge" if "metrics" in plant.__name__ else "verify", quant="fp16"), place)
+    red(chip.run("judge" if "metrics" in plant.__name__ else "verify"), place)
 
 
 def fails(says: str) -> Any:
@@ -132,7 +132,7 @@ def the_free_run_gave_no_token(sweep: Sweep) -> None:
 )
 def test_what_cannot_be_compared_fails_the_job(chip, plant, says):
     plant(chip)
-    chip.run("verify", quant="fp16")
+    chip.run("verify")
     assert set(chip.failed) == {"verify"}
     assert re.match(f"verify .*: failed: ValueError: .*{says}", chip.failed["verify"]), chip.failed
     assert not chip.path("judge").exists() and chip.command("gate") == 1
@@ -155,7 +155,7 @@ def test_a_reference_that_is_not_a_number_compares_with_nothing(chip):
         arrays["key.1"][4] = np.nan
 
     retraced(chip, change)
-    chip.run("verify", quant="fp16")
+    chip.run("verify")
     verdict = chip.body("judge")
     assert verdict["verdict"] == "fail" and not shipped(chip)
     place = {k: verdict["first"][k] for k in ("gate", "history", "layer", "tensor", "position")}
@@ -165,7 +165,7 @@ def test_a_reference_that_is_not_a_number_compares_with_nothing(chip):
 def test_a_reference_without_logits_is_no_reference(chip):
     """As a calibration text's trace has none."""
     retraced(chip, lambda arrays: arrays.pop("logits"))
-    chip.run("verify", quant="fp16")
+    chip.run("verify")
     assert "trace: got no logits, allowed: the trace of a chat or a text" in chip.failed["verify"]
 
 
@@ -178,17 +178,17 @@ def test_a_shorter_reference_does_not_shorten_the_comparison(chip):
                 arrays[name] = array[:16]
 
     retraced(chip, change)
-    chip.run("verify", quant="fp16")
+    chip.run("verify")
     assert "verify" in chip.failed and not chip.path("judge").exists()
 
 
 # What a sweep asks for
 
 
-def test_a_cache_that_no_text_fills_is_not_passed(host, tmp_path):
+def test_a_cache_that_no_text_fills_is_not_passed(host):
     """The isolated steps reach every slot with the reference's K and V; the row's own stop before the end."""
     programs = PROGRAMS | {"fill": PROGRAMS["fill"] | {"histories": ["isolated"]}}
-    less = Sweep(host.root, HOST | {"programs": programs}).run("check", strategy="managed")
+    less = host.planned(HOST | {"programs": programs}).run("check", strategy="managed")
     verdict = less.body("judge")
     assert verdict["verdict"] == "fail" and not shipped(less)
     assert "own cache reached slot 26 of 32" in verdict["reason"]
@@ -201,12 +201,12 @@ NUMBERS = [float("nan"), float("inf"), -0.1, "0.005", None]
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 @pytest.mark.parametrize("gate", ["kv_l2", "logits_l2", "disturbed"])
 def test_a_limit_that_holds_nothing_is_no_limit(tmp_path, gate, value):
-    with pytest.raises(ConfigError, match=f"thresholds.{gate}"):
+    with pytest.raises(ConfigError, match=rf"thresholds\.{gate}"):
         Sweep(tmp_path, config(ROWS, thresholds={gate: {"pass": 0.005, "warn": value}}))
 
 
 def test_a_limit_that_is_not_a_number_for_behaviour(tmp_path):
-    with pytest.raises(ConfigError, match="thresholds.behaviour"):
+    with pytest.raises(ConfigError, match=r"thresholds\.behaviour"):
         Sweep(tmp_path, config(ROWS, thresholds={"behaviour": {"perplexity": float("nan"), "top1": 0.95}}))
 
 
@@ -234,14 +234,14 @@ def test_a_program_without_a_history(tmp_path):
 
 @pytest.mark.parametrize("require", [[{"quant": "fp32"}], [{"model": "other"}]], ids=["no such row", "no such model"])
 def test_a_requirement_that_no_row_meets_is_red(chip, capfd, require):
-    asked = Sweep(chip.root, CHIP | {"sweep": CHIP["sweep"] | {"require": require}})
+    asked = chip.planned(CHIP | {"sweep": CHIP["sweep"] | {"require": require}})
     assert asked.command("gate") == 1
     said = "".join(capfd.readouterr())
     assert "no row matches" in said
 
 
 def test_a_row_that_was_never_judged_is_red(chip, capfd):
-    assert chip.command("gate") == 1
+    assert chip.planned(INT8).command("gate") == 1
     assert "missing: tiny/plain/managed/rk3576/w8a8/simulator: not judged yet" in capfd.readouterr().out
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from kvgate import audit, bundle, progress, record, store
 from kvgate.compiler import toolkit
-from planting import Sweep, config, shipped
+from planting import CHIP, INT8, Sweep, config, shipped
 
 # Stage and file, and the stages that open it.
 OPENED = (
@@ -100,7 +100,7 @@ def damages() -> list[Any]:
 @pytest.mark.parametrize(("stage", "file", "opener", "damage"), damages())
 def test_who_opens_a_damaged_file_names_it(chip, compiled, stage, file, opener, damage):
     damage(chip.path(stage, file))
-    chip.run(opener, quant="fp16")
+    chip.run(opener)
     assert chip.failed == {} and compiled == []
     refused(chip, opener, named(chip, stage, file))
 
@@ -109,7 +109,7 @@ def test_who_opens_a_damaged_file_names_it(chip, compiled, stage, file, opener, 
 def test_a_trace_of_another_text_is_not_taken(chip, program, other):
     """Whole and well formed, and of the wrong program."""
     shutil.copy(chip.path("trace", "trace.npz", program=other), chip.path("trace", "trace.npz", program=program))
-    chip.run("check", quant="fp16")
+    chip.run("check")
     refused(chip, "check", named(chip.of(program=program), "trace", "trace.npz"))
 
 
@@ -123,7 +123,7 @@ def test_a_file_of_another_strategys_graph_is_not_taken(host, file):
 def test_observations_of_two_programs_swapped(chip):
     fill, talk = (chip.path("build", f"observations/{x}.npz") for x in ("fill", "talk"))
     fill.rename(fill.with_name("kept")), talk.rename(fill), fill.with_name("kept").rename(talk)
-    chip.run("verify", quant="fp16")
+    chip.run("verify")
     refused(chip, "verify", named(chip, "build", "observations/fill.npz"))
 
 
@@ -150,16 +150,16 @@ def test_a_contract_of_another_window(chip, compiled, opener):
     body = json.loads(path.read_text())
     body["windows"] = [None, None]
     path.write_text(json.dumps(body))
-    chip.run(opener, quant="fp16")
+    chip.run(opener)
     assert compiled == []
     refused(chip, opener, named(chip, "export", "contract.json"))
 
 
 def test_a_calibration_text_that_changed_calibrates_nothing(chip, compiled):
     flipped(chip.path("trace", "trace.npz", program="warm_b"))
-    chip.of(quant="w8a8", program="warm_b").run("build", quant="w8a8")
+    int8 = chip.planned(INT8).of(program="warm_b").run("build")
     assert compiled == []
-    refused(chip, "build", named(chip, "trace", "trace.npz"))
+    refused(int8, "build", named(int8, "trace", "trace.npz"))
 
 
 @pytest.mark.parametrize(("stage", "file"), SHIPPED)
@@ -192,7 +192,7 @@ def test_an_edited_record_is_found_by_the_audit(chip, stage):
 @pytest.mark.parametrize(("stage", "since"), [("export", "check"), ("check", "build"), ("verify", "judge")])
 def test_who_reads_an_edited_record_names_it(chip, compiled, stage, since):
     edited(chip.path(stage))
-    chip.run(since, quant="fp16")
+    chip.run(since)
     assert compiled == []
     refused(chip, since, named(chip, stage, chip.path(stage).name))
 
@@ -201,7 +201,7 @@ def test_a_metric_edited_to_zero(chip):
     path = chip.path("verify")
     text = path.read_text()
     path.write_text(text.replace('"disturbed": {', '"disturbed":  {', 1))
-    chip.run("judge", quant="fp16")
+    chip.run("judge")
     refused(chip, "judge", named(chip, "verify", "metrics.json"))
 
 
@@ -213,7 +213,7 @@ def failing(sweep: Sweep) -> None:
     seen["isolated/key.1"] = seen["isolated/key.1"] * 2
     np.savez(path, **seen)
     sweep.seal("build")
-    sweep.run("verify", quant="fp16")
+    sweep.run("verify")
     assert sweep.body("judge")["verdict"] == "fail"
 
 
@@ -246,7 +246,7 @@ def test_a_record_made_of_another_one_is_stale(chip):
 
 
 def test_a_gate_on_verdicts_of_looser_thresholds_is_red(chip, capfd):
-    strict = Sweep(chip.root, chip.config | {"thresholds": {"kv_l2": {"pass": 1e-6, "warn": 1e-6}}})
+    strict = chip.planned(CHIP | {"thresholds": {"kv_l2": {"pass": 1e-6, "warn": 1e-6}}})
     assert chip.body("judge")["verdict"] == "pass"
     assert strict.command("gate") == 1
     said = capfd.readouterr().out
@@ -284,7 +284,7 @@ def entry(sweep: Sweep) -> Path:
 def test_a_poisoned_store_is_not_taken_from(chip, compiled, file):
     """The damage came through a link: a result, or its bundle, was edited in place."""
     flipped(entry(chip) / file)
-    chip.run("build", quant="fp16")
+    chip.run("build")
     assert len(compiled) == 1 and chip.body("judge")["reason"] == "compiled"
     assert not shipped(chip)
 
@@ -307,14 +307,14 @@ def moved(chip: Sweep, compiled: list[Any], patch: Any, forge: Callable[[Path, s
     keys = []
     get = store.get
     patch.setattr(store, "get", lambda results, key, folder: keys.append(key) or get(results, key, folder))
-    chip.of(quant="w8a8").run("build", quant="w8a8")
+    int8 = chip.planned(INT8).run("build")
     assert len(compiled) == 1
     place = chip.results / "store" / keys[0][:2] / keys[0]
     shutil.copytree(entry(chip), place)
     forge(place, keys[0])
-    chip.run("build", quant="w8a8")
+    int8.run("build")
     assert len(compiled) == 2 and not place.exists()
-    assert chip.body("judge")["verdict"] == "blocked"
+    assert int8.body("judge")["verdict"] == "blocked" and not shipped(int8)
 
 
 def test_an_edited_bundle_is_made_again(chip):
