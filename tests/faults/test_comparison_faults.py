@@ -53,12 +53,6 @@ def the_free_run_stopped_early(sweep: Sweep) -> None:
         steps(seen, "free", slice(2))
 
 
-@short(gate="compared", program="fill", says="compared")
-def a_program_was_left_out_of_the_metrics(sweep: Sweep) -> None:
-    sweep.run("verify")
-    sweep.rewrite("verify", lambda body: body["programs"]["fill"].update(histories={}, steps={}))
-
-
 @short(gate="compared", says="no comparison was made")
 def no_program_is_in_the_metrics(sweep: Sweep) -> None:
     sweep.rewrite("verify", lambda body: body.update(programs={}))
