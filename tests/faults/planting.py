@@ -120,7 +120,7 @@ def red(sweep: "Sweep", place: Place) -> None:
     assert verdict["first"]["stage"] == place.stage, verdict["reason"]
     assert re.search(place.says, verdict["reason"]), verdict["reason"]
     assert not place.finds or place.finds in {x["kind"] for x in verdict["findings"]}, verdict["findings"]
-    named = verdict["findings"][0] if verdict["verdict"] == "blocked" else verdict["first"]
+    named = next(iter(verdict["findings"]), {}) if verdict["verdict"] == "blocked" else verdict["first"]
     assert place.gate in ("", named.get("gate")), verdict["reason"]
     if place.tensor:
         tensor = named.get("tensor") or {"disturbed": "cache"}.get(named["gate"], "logits")

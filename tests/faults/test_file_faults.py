@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kvgate import audit, bundle, progress, record, store
-from kvgate.compiler import toolkit
 from planting import CHIP, INT8, Sweep, config, shipped
 
 # Stage and file, and the stages that open it.
@@ -66,19 +65,6 @@ def emptied(path: Path) -> None:
 def named(sweep: Sweep, stage: str, file: str) -> str:
     """How a person is told of a file."""
     return f"{sweep.path(stage, file).relative_to(sweep.results)} is not what {stage} wrote"
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Notes what would be compiled, and compiles nothing."""
-    asked: list[Any] = []
-
-    def compile_(request: Any, *args: Any, **more: Any) -> Any:
-        asked.append(request)
-        raise record.Blocked("compiled")
-
-    monkeypatch.setattr(toolkit, "compile", compile_)
-    return asked
 
 
 def refused(sweep: Sweep, opener: str, said: str) -> None:

@@ -122,7 +122,7 @@ def key_and_value_are_given_back_swapped(sweep: Sweep) -> None:
     exchanged(sweep, "key.1.out", "value.1.out")
 
 
-@fault(0, "key", 0, says="holds the key of layer 2")
+@fault(0, "key", 0, says="key of layer [02] holds the key of layer [20]")
 def keys_of_two_layers_are_given_back_swapped(sweep: Sweep) -> None:
     exchanged(sweep, "key.0.out", "key.2.out")
 

@@ -218,8 +218,14 @@ def rotated(patch: Patch, position: Any) -> None:
 
 @fault(0, "key", 1)
 def the_first_token_is_fed_for_ever(patch: Patch) -> None:
-    right, first = halves.Host._feed, 32  # the text's first token
-    patch.setattr(halves.Host, "_feed", lambda self, t, token: right(self, t, first))
+    right, first = halves.Host._feed, [0]
+
+    def feed(self: Any, tensor: Any, token: int) -> Any:
+        if not self.length:
+            first[0] = token
+        return right(self, tensor, first[0])
+
+    patch.setattr(halves.Host, "_feed", feed)
 
 
 @fault(0, "key", 0)

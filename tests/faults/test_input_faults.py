@@ -4,7 +4,6 @@ A whole sweep is asked for each time: nothing after the stage runs, and the row 
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from kvgate import record, reference
+from kvgate import record
 from kvgate.config import ConfigError
 from planting import INT8, PROGRAMS, SLOTS, Faults, Sweep, config, red
 from safetensors.torch import load_file, save_file
 from sources import tiny_gguf
-from tiny import fetched, random_source
 
 ROWS = {"strategies": ["managed"], "platforms": ["host"], "quants": ["fp32"]}
 WEIGHTS = "model.safetensors"
@@ -158,14 +156,6 @@ def the_tokenizer_is_missing(path: Path) -> None:
         file.unlink()
 
 
-@pytest.fixture
-def mine(host_rows: Sweep, tmp_path: Path) -> Path:
-    """A user's own folder, the sweep's model in it."""
-    path = tmp_path / "mine"
-    shutil.copytree(host_rows.path("fetch").parent, path, ignore=shutil.ignore_patterns("manifest*", ".*"))
-    return path
-
-
 def of(tmp_path: Path, source: dict[str, Any], **changes: Any) -> Sweep:
     models = {"tiny": {"build_mb": 1500, "source": source}}
     return Sweep(tmp_path / "work", config(ROWS, models=models, **changes))
@@ -211,12 +201,6 @@ def test_a_source_is_refused_while_planning(tmp_path, source, says):
 
 file = Faults("fetch")
 Change = Callable[[Any], None]
-
-
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = fetched(tmp_path_factory.mktemp("llama"), random_source(hidden_size=64, intermediate_size=64))
-    return reference.load(made)
 
 
 def written(path: Path, model: Any, change: Change = lambda writer: None) -> Path:
@@ -380,7 +364,7 @@ def a_prompt_holds_a_special_token(base: Path) -> dict[str, Any]:
 
 @text(says=f"text too short: got 3 tokens, needed {SLOTS}")
 def a_text_is_too_short(base: Path) -> dict[str, Any]:
-    return written_text(base, "fill", "abc")
+    return written_text(base, "fill", "abc" + " " * SLOTS)
 
 
 @text(says="the context limit")
