@@ -112,7 +112,7 @@ def _unseen(contract: Contract) -> list[dict[str, Any]]:
         layers = [str(n) for n, layer in enumerate(contract.layers) if layer.mask == mask]
         if window is not None and window < kept and layers and contract.cache_inputs():
             text = f"layers {', '.join(layers)} see the last {window} of {kept} slots, and keep all"
-            found.append(record.finding("window", text, window=window))
+            found.append(record.finding("unseen", text, window=window))
     return found
 
 
