@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvgate.export import support
 from kvgate.observe import Trace
 
 TEMPERATURE, TOP_K = 1.0, 50  # of drawn tokens: the model's own distribution, without its tail
@@ -15,11 +16,13 @@ ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # tran
 
 
 def load(folder: Path) -> Any:
-    """A checkpoint folder's model: float32, eager attention, nothing from the network."""
-    from transformers import AutoModelForCausalLM
+    """A checkpoint folder's model: float32, attention written out, nothing from the network."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    attention = support.attention(config.to_dict())
     return AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        str(folder), config=config, dtype=torch.float32, attn_implementation=attention, local_files_only=True
     ).eval()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvgate.export import rotary, seams, survey
+from kvgate.export import alibi, rotary, seams, survey
 from kvgate.export.seams import Step
 from kvgate.export.spec import Layer, Spec
 
@@ -39,7 +39,7 @@ def reference(model: nn.Module, positions: Tensor | None) -> Reference:
         return key, value
 
     embedded = model.get_input_embeddings()(ids)
-    logits = survey.run(model, embedded, layers, keep).logits[0]
+    logits = survey.run(model, embedded.clone(), layers, keep).logits[0]  # CTRL scales what it is given in place
     keys, values = ([kept[i][n] for i in range(layers)] for n in (0, 1))
     return Reference(embedded[0], None if positions is None else positions[:TOKENS], logits, keys, values)
 
@@ -98,7 +98,7 @@ def _mask(position: int, window: int | None) -> Tensor:
 def _bias(position: int, form: str, layer: Layer) -> Tensor:
     if not layer.slopes:
         return torch.zeros(1)
-    return seams.distance_bias(layer.slopes, torch.arange(position + 1.0) - position, form, layer.kv_heads)
+    return alibi.bias(layer, position + 1, position + 1, float(position), form)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

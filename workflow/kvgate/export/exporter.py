@@ -24,6 +24,7 @@ import transformers
 
 from kvgate import contract as c
 from kvgate import record, reference
+from kvgate.export import support
 from kvgate.job import Job
 
 OPSET = 18  # the newest that both torch's new exporter writes and the compiler reads (11 to 19)
@@ -35,9 +36,11 @@ def run(job: Job) -> dict[str, Any]:
     """Export the strategy's graph. Raises record.Blocked where the exporter itself refuses the model."""
     strategy = job.config["strategy"]
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
-    implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
+    folder = job.inputs["fetch"].parent
+    own = support.attention(transformers.AutoConfig.from_pretrained(folder, local_files_only=True).to_dict())
+    implementation = None if strategy["module"] == "hf_export" else own  # None: transformers' default
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        job.inputs["fetch"].parent, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
+        folder, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
     ).eval()
     work = job.folder / ".exporter"
     shutil.rmtree(work, ignore_errors=True)

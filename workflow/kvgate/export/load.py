@@ -24,8 +24,10 @@ def config(folder: Path) -> Any:
 def model(folder: Path) -> nn.Module:
     """The checkpoint's model, float32, eager attention, untouched code. Raises record.Blocked on missing weights."""
     logging.disable_progress_bar()  # the log of a stage is read by people
+    found = config(folder)
+    attention = support.attention(found.to_dict())
     loaded, info = AutoModelForCausalLM.from_pretrained(
-        folder, config=config(folder), dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder, config=found, dtype=torch.float32, attn_implementation=attention, output_loading_info=True
     )
     missing = sorted(info["missing_keys"])
     if missing:

@@ -109,7 +109,7 @@ def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, d
         cap = site.options.get("softcap")
         sizes = (site.heads, site.kv_heads, site.key_size, site.value_size, site.outputs)
         plain = Layer(site.module, site.index, *sizes, site.mask, site.rotation, scale, cap)
-        layers.append(replace(plain, slopes=probe.slopes(site)))
+        layers.append(replace(plain, **probe.distances(site)))
         if site.options.get("s_aux") is not None:
             text = f"{site.module}: attention sinks, allowed: scale, mask, soft cap, alibi"
             raise blocked("attention", text)
