@@ -90,10 +90,16 @@ _ENCODERS += ("xlm-roberta-xl", "xmod")
 
 
 def named(name: str) -> Family:
-    """One of FAMILIES, else a model type with the common keys (tests/census.py)."""
+    """One of FAMILIES, else a model type with the common keys (tests/census.py).
+
+    A window only where the family has one: transformers' cache cuts to it, also where the model's masks do not.
+    """
     if name in FAMILIES:
         return FAMILIES[name]
-    return Family(name, name, sliding=True, config={"is_decoder": True} if name in _ENCODERS else {})
+    known = transformers.CONFIG_MAPPING[name].__dataclass_fields__
+    return Family(
+        name, name, sliding="sliding_window" in known, config={"is_decoder": True} if name in _ENCODERS else {}
+    )
 
 
 def config(family: str, size: Size = TINY, layers: int = 2) -> transformers.PretrainedConfig:

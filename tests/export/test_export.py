@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import safetensors.numpy
+import torch
 from graphs import Graph, Model
 from kvgate import contract as c
 from kvgate import record
@@ -236,3 +237,11 @@ def test_compensation_of_a_graph_without_a_stream_is_blocked(tmp_path, monkeypat
     monkeypatch.setattr(residual, "sums", lambda graph: [])
     with pytest.raises(Blocked, match="compensate: got no residual stream of at least two sums"):
         Model.of(tmp_path, "llama").export("cpu_managed", steps=["compensate"])
+
+
+def test_expm1_keeps_what_a_difference_loses():
+    """xIELU's own, where float32's exp(x) - 1 has one digit left, and at both ends."""
+    x = torch.tensor([-1e-6, -3e-5, -1e-2, -0.7, -20.0, -200.0, 1e-6, 3.0, 80.0])
+    exact = torch.expm1(x.double())
+    assert ((proto.expm1(x).double() - exact) / exact).abs().max() < 1e-6
+    assert (((x.exp() - 1).double() - exact) / exact).abs().max() > 1e-2  # the plain spelling

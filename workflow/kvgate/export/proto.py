@@ -168,12 +168,16 @@ def _check_names(model: onnx.ModelProto) -> None:
         raise ValueError(f"graph: got a name of {len(long)} characters ({long}), allowed: {NAME_LIMIT}")
 
 
+def expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1 in operators of opset 17; as a product it keeps around 0 what the difference would lose."""
+    return torch.tanh(x / 2) * (torch.exp(x) + 1)
+
+
 @contextlib.contextmanager
 def _exportable() -> Iterator[None]:
     """Operators that the exporter refuses or turns into a graph that it refuses, written out.
 
-    glm4 repeats cos along the last axis by repeat_interleave. apertus' activation calls expm1, which opset 17 has not;
-    tanh keeps what exp(x) - 1 would lose around 0.
+    glm4 repeats cos along the last axis by repeat_interleave. apertus' activation calls expm1, which opset 17 has not.
     """
     original, original_expm1 = torch.Tensor.repeat_interleave, torch.expm1
 
@@ -184,7 +188,7 @@ def _exportable() -> Iterator[None]:
         return original(self, repeats, dim, **kwargs)
 
     torch.Tensor.repeat_interleave = repeat  # type: ignore[method-assign]
-    torch.expm1 = lambda x: torch.tanh(x / 2) * (torch.exp(x) + 1)
+    torch.expm1 = expm1
     try:
         yield
     finally:
