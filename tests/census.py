@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 PAGE = Path(__file__).with_name("FAMILIES.md")
 PROMPT = [5, 60, 23, 31]
+STRATEGY = "cpu_managed"
 CAPACITY = 16  # tokens: more than three windows of the tiny models
 LARGEST = 20_000_000  # parameters of a model that counts as tiny
 TOLERANCE = 1e-4  # normalized L2 of a step's logits
@@ -49,7 +50,7 @@ def kinds() -> list[str]:
 
 
 def judge(family: str, folder: Path) -> Row:
-    """Make the family's random model in `folder`, and hold each strategy's own generation to Hugging Face's."""
+    """Make the family's random model in `folder`, and hold its graph's own generation to Hugging Face's."""
     try:
         config = families.config(family)
     except Exception as why:  # a config class that does not take the common keys
@@ -75,15 +76,14 @@ def _ran(family: str, model: graphs.Model) -> Row:
     wanted = _generated(model.checkpoint)
     trace = reference.trace(reference.load(model.checkpoint), wanted)
     trace = dataclasses.replace(trace, prompt=len(PROMPT))
-    form, reason, unequal = "", "", []
-    for strategy in graphs.STRATEGIES:
-        graph = model.export(strategy, capacity=CAPACITY)
-        form, reason = graph.contract.form, graph.contract.reason
-        found = observe(graph.engine, graph.host(), trace, ["free"])
-        error = max(graphs.worst(found, trace, "forced"))
-        if list(found["free/tokens"]) != wanted[len(PROMPT) :] or error > TOLERANCE:
-            unequal.append(f"{strategy} (error {error:.0e})")
-    return Row(family, form, f"not {', '.join(unequal)}" if unequal else WORKS, reason)
+    graph = model.export(STRATEGY, capacity=CAPACITY)
+    found = observe(graph.engine, graph.host(), trace, ["free"])
+    unequal = []
+    if list(found["free/tokens"]) != wanted[len(PROMPT) :]:
+        unequal.append("tokens")
+    if not max(graphs.worst(found, trace, "forced")) <= TOLERANCE:
+        unequal.append("logits")
+    return Row(family, graph.contract.form, f"not {' and '.join(unequal)}" if unequal else WORKS, graph.contract.reason)
 
 
 def _generated(checkpoint: Path) -> list[int]:
@@ -119,10 +119,9 @@ def page(found: list[Row]) -> str:
         f"transformers {transformers.__version__}: {works} of {len(found)} families of AutoModelForCausalLM work.",
         "Made by `make families` from tiny random models; do not edit.",
         "",
-        f"`equal`: in ONNX Runtime the graph of each strategy ({', '.join(graphs.STRATEGIES)})",
-        "gives the logits and, over a whole generation, the tokens of transformers' own `generate`. `form`: `recipe` is",
-        "what the compiler fuses best, `plain` the model's own code; `reason` says why it is not the recipe, or why there",
-        "is no graph.",
+        f"`equal`: in ONNX Runtime the graph of {STRATEGY} gives the logits and, over a generation to the last slot,",
+        "the tokens of transformers' own `generate`. `form`: `recipe` is what the compiler fuses best, `plain` the",
+        "model's own code; `reason` says why it is not the recipe, or why there is no graph.",
         "",
         "| family | form | equal | reason |",
         "|---|---|---|---|",

@@ -43,7 +43,7 @@ def test_it_is_the_models_own_up_to_what_softmax_ignores(family, form):
             alibi.bias(made, columns, CAPACITY, torch.tensor([[float(position)]]), form).numpy()
             for columns in (CAPACITY + 1, CAPACITY)
         )
-        assert after.shape == ((made.heads, 1, 1, CAPACITY + 1) if form == "recipe" else (1, made.heads, 1, CAPACITY + 1))
+        assert after.shape[:3] == ((made.heads, 1, 1) if form == "recipe" else (1, made.heads, 1))
         after, inside = after.reshape(made.heads, -1), inside.reshape(made.heads, -1)
         relative = wanted - wanted[:, [position]]
         np.testing.assert_allclose(inside[:, : position + 1], relative[:, : position + 1], rtol=1e-5, atol=1e-4)

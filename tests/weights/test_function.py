@@ -174,7 +174,7 @@ def test_a_basis_after_matrices_is_blocked(tmp_path, name):
 
 def test_a_turn_before_the_norm_of_keys_is_blocked(tmp_path):
     """The norm's weights belong to channels, which a turn between it and the rotation would mix."""
-    reason = r"preparation krot: model\.layers\.0\.self_attn: got a norm of keys after their rotation, allowed: before it"
+    reason = r"krot: model\.layers\.0\.self_attn: got a norm of keys after their rotation, allowed: before it"
     with pytest.raises(record.Blocked, match=reason):
         Prepared(tmp_path, "hunyuan_v1_dense", "krot")
 
