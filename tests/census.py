@@ -51,29 +51,32 @@ def kinds() -> list[str]:
 
 def judge(family: str, folder: Path) -> Row:
     """Make the family's random model in `folder`, and hold its graph's own generation to Hugging Face's."""
+    reason = ""
     try:
         config = families.config(family)
-    except Exception as why:  # a config class that does not take the common keys
-        return Row(family, "", "not tried", f"no tiny config: {_line(why)}")
+    except Exception as why:  # a config class that does not take the common keys: some are refused whatever they say
+        config, reason = transformers.CONFIG_MAPPING[family](), f"no tiny config: {_line(why)}"
     refused = support.refusal(json.loads(config.to_json_string(use_diff=False)))
     if refused:
         return Row(family, "", "refused", refused)
+    if reason:
+        return Row(family, "", "not tried", reason)
     try:
         with torch.device("meta"):
             count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
         if count > LARGEST:
             return Row(family, "", "not tried", f"no tiny config: {count} parameters")
         model = graphs.Model.of(folder, family)
+        wanted = _generated(model.checkpoint)
     except Exception as why:
-        return Row(family, "", "not tried", f"no tiny model: {_line(why)}")
+        return Row(family, "", "not tried", f"no tiny model that transformers itself runs: {_line(why)}")
     try:
-        return _ran(family, model)
+        return _ran(family, model, wanted)
     except (Blocked, ValueError) as why:
         return Row(family, "", "refused", _line(why))
 
 
-def _ran(family: str, model: graphs.Model) -> Row:
-    wanted = _generated(model.checkpoint)
+def _ran(family: str, model: graphs.Model, wanted: list[int]) -> Row:
     trace = reference.trace(reference.load(model.checkpoint), wanted)
     trace = dataclasses.replace(trace, prompt=len(PROMPT))
     graph = model.export(STRATEGY, capacity=CAPACITY)

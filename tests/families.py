@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from kvgate import record, reference
+from kvgate.export import support
 from kvgate.observe import Trace
 
 
@@ -149,6 +150,10 @@ def _special(kind: str, size: Size, head: int, hidden: int, heads: int, layers: 
         "falcon_alibi": {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "bias": True}
         | {"alibi": True},
         "mpt": {"max_seq_len": size.context},
+        "gptj": {"rotary_dim": head // 2},
+        "codegen": {"rotary_dim": head // 2},
+        "gemma4_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": size.vocabulary},
+        "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": size.vocabulary},
         "xglm": {"ffn_dim": 2 * hidden},
         "gpt_neo": {"attention_types": [[["global", "local"], layers // 2]], "window_size": size.window},
         "ctrl": {"n_positions": size.context, "dff": 2 * hidden, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
@@ -159,9 +164,11 @@ def _special(kind: str, size: Size, head: int, hidden: int, heads: int, layers: 
 
 
 def model(family: str, size: Size = TINY, layers: int = 2, seed: int = 0) -> transformers.PreTrainedModel:
-    """The random model in float32, eager attention, eval."""
+    """The random model in float32, attention as the reference has it, eval."""
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(config(family, size, layers), attn_implementation="eager")
+    chosen = config(family, size, layers)
+    attention = support.attention(chosen.to_dict())
+    made = transformers.AutoModelForCausalLM.from_config(chosen, attn_implementation=attention)
     made = made.float().eval()
     generator = torch.Generator().manual_seed(seed)
     tables = {id(m.weight) for m in made.modules() if isinstance(m, torch.nn.Embedding)}

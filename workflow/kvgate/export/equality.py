@@ -46,14 +46,26 @@ def reference(model: nn.Module, positions: Tensor | None) -> Reference:
 
 def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
     """Worst normalized L2 of logits and every layer's K and V. `model` has been operated on and reads `step`."""
+    return max(errors(model, spec, step, known).values())
+
+
+def errors(model: nn.Module, spec: Spec, step: Step, known: Reference) -> dict[str, float]:
+    """Normalized L2 by place, in the order in which they are computed: each layer's keys and values, the logits."""
     rows = known.embedded if known.positions is None else known.embedded + known.positions
     logits, keys, values = decode(model, spec, step, rows)
-    errors = [_distance(logits, known.logits)]
-    for got, wanted in ((keys, known.keys), (values, known.values)):
-        for mine, theirs in zip(got, wanted, strict=True):
+    found = {}
+    for layer in sorted(spec.layers, key=lambda x: x.index):
+        for name, got, wanted in (("keys", keys, known.keys), ("values", values, known.values)):
+            mine, theirs = got[layer.index], wanted[layer.index]
             groups = theirs.shape[1] // mine.shape[1]  # falcon caches its KV heads repeated
-            errors.append(_distance(mine, theirs[:, ::groups]))
-    return max(errors)
+            found[f"the {name} of {layer.module}"] = _distance(mine, theirs[:, ::groups])
+    return found | {"the logits": _distance(logits, known.logits)}
+
+
+def difference(found: dict[str, float]) -> str:
+    """Of `errors`: the worst one, and the first place over the tolerance."""
+    place = next((place for place, error in found.items() if not error <= TOLERANCE), "nothing")
+    return f"{max(found.values()):.1e}, first in {place}"
 
 
 def decode(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:

@@ -47,6 +47,8 @@ class Survey:
 def survey(model: nn.Module) -> Survey:
     """Raises Unsupported."""
     base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    if not hasattr(base, "config"):  # ModernBERT's head is called `decoder`
+        base = model.base_model
     recorder = _Recorder(model)
     path, table = _positions(model, base)
     with recorder:
@@ -217,6 +219,8 @@ def _positions(model: nn.Module, base: nn.Module) -> tuple[str, Tensor | None]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
+            if bool((out == out[..., :1, :]).all()):
+                return  # the same row for each: a type of tokens
             found.append((name, out))
             raise _Stop
 
