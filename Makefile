@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed-lock.txt
 SNAKEMAKE := $(PY) -m snakemake --cores $(CORES)
 export PYTHONPATH := workflow
 
-.PHONY: run demo wide table bench test test-system lint format preflight _venv
+.PHONY: run demo wide table bench test families test-system lint format preflight _venv
 
 run: preflight
 	$(SNAKEMAKE)
@@ -30,12 +30,16 @@ bench: preflight
 # Every test but those that need system packages, which it names; those that compile with the real toolkit too.
 # A worker takes whole files: their fixtures are shared.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile -rs
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile -rs --durations=15
+
+# tests/FAMILIES.md: which decoder families work, or with NAMES="llama mpt" the rows of these.
+families: $(STAMP)
+	@OMP_NUM_THREADS=1 PYTHONPATH=workflow:tests $(PY) tests/census.py $(NAMES)
 
 # Installs the system packages (Debian, root), then runs the tests that need them.
 test-system: $(STAMP)
 	tests/system/install
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile -rs --system -m system
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TESTERS) --dist loadfile -rs --durations=15 --system -m system
 
 lint: $(STAMP)
 	$(PY) -m ruff check

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import transformers
 from kvgate import record, reference
+from kvgate.export import support
 from kvgate.observe import Trace
 
 
@@ -42,8 +43,10 @@ class Family:
     kv_heads: int | None = None  # None: what follows from g
     sliding: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()  # common keys that its config class does not take
 
 
+# Those that every test of the export runs on.
 FAMILIES = {
     f.name: f
     for f in (
@@ -64,18 +67,45 @@ FAMILIES = {
         Family("olmo2", "olmo2"),
         Family("cohere", "cohere"),
         Family("gpt_neox", "gpt_neox", g=1),
-        Family("falcon", "falcon"),
+        Family("falcon", "falcon", without=("head_dim", "num_key_value_heads")),
         Family("starcoder2", "starcoder2", sliding=True),
         Family("glm4", "glm4"),
         Family("exaone4", "exaone4", sliding=True),
         Family("bloom", "bloom", g=1),
+        Family("mpt", "mpt", g=1),
+        Family("falcon_alibi", "falcon", g=1, without=("head_dim", "num_key_value_heads")),
+        Family("xglm", "xglm", g=1),
+        Family("gpt_neo", "gpt_neo", g=1),
+        Family("ctrl", "ctrl", g=1),
+        Family("apertus", "apertus"),
+        Family("hunyuan_v1_dense", "hunyuan_v1_dense"),
     )
 }
+_MIXED = ("gemma2", "gemma3_text", "exaone4", "cohere2", "olmo3", "cwm", "vaultgemma", "gemma4_text", "granite_swa")
+
+
+# Encoders that are decoders by an option.
+_ENCODERS = ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert")
+_ENCODERS += ("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta")
+_ENCODERS += ("xlm-roberta-xl", "xmod")
+
+
+def named(name: str) -> Family:
+    """One of FAMILIES, else a model type with the common keys (tests/census.py).
+
+    A window only where the family has one: transformers' cache cuts to it, also where the model's masks do not.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    known = transformers.CONFIG_MAPPING[name].__dataclass_fields__
+    return Family(
+        name, name, sliding="sliding_window" in known, config={"is_decoder": True} if name in _ENCODERS else {}
+    )
 
 
 def config(family: str, size: Size = TINY, layers: int = 2) -> transformers.PretrainedConfig:
     """The random model's config; float32, no dropout, sliding and full layers in turn where the family has both."""
-    f = FAMILIES[family]
+    f = named(family)
     kv_heads = f.kv_heads or size.heads // f.g
     heads = f.g * kv_heads
     head = size.head * 4 if f.model_type == "gemma3_text" and size is TOOLKIT else size.head
@@ -95,11 +125,10 @@ def config(family: str, size: Size = TINY, layers: int = 2) -> transformers.Pret
     }
     if f.sliding:
         common["sliding_window"] = size.window
-    if f.model_type in ("gemma2", "gemma3_text", "exaone4"):
+    if f.model_type in _MIXED:
         common["layer_types"] = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
-    if f.model_type == "falcon":  # its head size is a property
-        del common["head_dim"], common["num_key_value_heads"]
-    common |= _special(f.model_type, size, head, hidden, heads, layers) | f.config
+    common |= _special(f.name, size, head, hidden, heads, layers) | f.config
+    common = {k: v for k, v in common.items() if k not in f.without}
     made = transformers.AutoConfig.for_model(f.model_type, **common)
     made.dtype = "float32"
     return made
@@ -118,6 +147,16 @@ def _special(kind: str, size: Size, head: int, hidden: int, heads: int, layers: 
         | {"logits_scaling": 2.0},
         "cohere": {"logit_scale": 0.25},
         "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "ffn_hidden_size": 4 * hidden},
+        "falcon_alibi": {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "bias": True}
+        | {"alibi": True},
+        "mpt": {"max_seq_len": size.context},
+        "gptj": {"rotary_dim": head // 2},
+        "codegen": {"rotary_dim": head // 2},
+        "gemma4_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": size.vocabulary},
+        "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": size.vocabulary},
+        "xglm": {"ffn_dim": 2 * hidden},
+        "gpt_neo": {"attention_types": [[["global", "local"], layers // 2]], "window_size": size.window},
+        "ctrl": {"n_positions": size.context, "dff": 2 * hidden, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
         "bloom": {"n_layer": layers, "n_head": heads} | off,
         "gpt_neox": off,
@@ -125,9 +164,11 @@ def _special(kind: str, size: Size, head: int, hidden: int, heads: int, layers: 
 
 
 def model(family: str, size: Size = TINY, layers: int = 2, seed: int = 0) -> transformers.PreTrainedModel:
-    """The random model in float32, eager attention, eval."""
+    """The random model in float32, attention as the reference has it, eval."""
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(config(family, size, layers), attn_implementation="eager")
+    chosen = config(family, size, layers)
+    attention = support.attention(chosen.to_dict())
+    made = transformers.AutoModelForCausalLM.from_config(chosen, attn_implementation=attention)
     made = made.float().eval()
     generator = torch.Generator().manual_seed(seed)
     tables = {id(m.weight) for m in made.modules() if isinstance(m, torch.nn.Embedding)}

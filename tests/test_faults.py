@@ -8,6 +8,7 @@ import itertools
 
 import families
 import graphs
+import habits
 import numpy as np
 import onnx
 import pytest
@@ -30,51 +31,36 @@ def trace(llama):
     return families.generation(llama.checkpoint, [5, 60, 23], CAPACITY - 2)
 
 
-class Toolkit:
-    """ONNX Runtime behind the toolkit's habits, as measured: rank-4 inputs are NHWC unless the call says otherwise,
-    inputs go by position, arrays too many are dropped in silence; outputs come in ONNX order."""
-
-    def __init__(self, graph):
-        self.graph = graph
+class Forgetful(habits.Toolkit):
+    """The same under an engine that does not say how its arrays lie."""
 
     def inference(self, inputs, data_format=None):
-        contract = self.graph.contract
-        feeds = {}
-        for i, (tensor, array) in enumerate(zip(contract.inputs, inputs)):  # noqa: B905
-            if len(tensor.shape) == 4 and not (data_format and data_format[i] == "nchw"):
-                array = np.moveaxis(array, 3, 1)
-                if array.shape != tensor.shape:
-                    raise ValueError(f"shape is wrong, expect 'nhwc' like {tensor.shape}")
-            feeds[tensor.name] = np.ascontiguousarray(array)
-        out = self.graph.engine.step(feeds)
-        return [out[t.name] for t in contract.outputs]
+        return super().inference(inputs)
 
 
 def test_f1_f2_a_cube_goes_in_as_it_is():
-    """A cache of [1, 8, 8, 8] is taken transposed without a word; our engine says what it is."""
-    seen = []
+    """A cache whose extents are equal is taken transposed without a word; our engine says what it is."""
+    cube = np.arange(3 * 512, dtype=np.float32).reshape(3, 8, 8, 8)
+    sides = ((c.Tensor("key.0", c.KEY, cube.shape, layer=0),), (c.Tensor("y", c.KEY, cube.shape, layer=0),))
+    boundary = c.Contract("cpu_managed", "decode", "plain", "", 11, 12, c.Cache(8), (), (None,), *sides, "")
+    weight = np.random.default_rng(0).normal(size=cube.shape).astype(np.float32)  # where a value lands matters
 
-    class Echo:
-        def inference(self, inputs, data_format=None):
-            seen.append(inputs[0] if data_format == ["nchw"] else np.moveaxis(inputs[0], 3, 1))
-            return [np.zeros((1, 1, 11), np.float32)]
+    def step(feeds):
+        return {"y": feeds["key.0"] * weight}
 
-    boundary = c.Contract(
-        "cpu_managed", "decode", "plain", "", 11, 12, c.Cache(8), (), (None,),
-        (c.Tensor("key.0", c.KEY, (1, 8, 8, 8), layer=0),), (c.Tensor("logits", c.LOGITS, (1, 1, 11)),), "",
-    )  # fmt: skip
-    cube = np.arange(512, dtype=np.float32).reshape(1, 8, 8, 8)
-    Echo().inference([cube])
-    Simulator(Echo(), boundary).step({"key.0": cube})
-    assert seen[0].shape == cube.shape and not np.array_equal(seen[0], cube)  # the fault
-    np.testing.assert_array_equal(seen[1], cube)
+    right = Simulator(habits.Toolkit(step, boundary), boundary).step({"key.0": cube})["y"]
+    np.testing.assert_array_equal(right, cube * weight)
+    wrong = Simulator(Forgetful(step, boundary), boundary).step({"key.0": cube})["y"]
+    assert graphs.relative(wrong, right) > 0.1  # and nothing refused it
+    np.testing.assert_array_equal(wrong, cube.transpose(0, 3, 1, 2) * weight)
 
 
 @pytest.mark.parametrize("rank", c.RANKS)
 def test_f2_f5_feeds_go_by_name(llama, trace, rank):
     """In the order of the contract whatever the order of the dict; one array more or less is refused."""
     graph = llama.export("cpu_managed", capacity=CAPACITY, rank=rank)
-    engine, host = Simulator(Toolkit(graph), graph.contract), graph.host()
+    toolkit = habits.Toolkit(graph.engine.step, graph.contract)
+    engine, host = Simulator(toolkit, graph.contract), graph.host()
     host.fill(trace.tokens.tolist(), trace.keys, trace.values, 4)
     feeds = host.feeds(int(trace.tokens[4]))
     backwards = dict(reversed(feeds.items()))
@@ -83,7 +69,7 @@ def test_f2_f5_feeds_go_by_name(llama, trace, rank):
     swapped = [backwards[t.name] for t in graph.contract.inputs]
     at = [t.name for t in graph.contract.inputs].index("key.0")
     swapped[at], swapped[at + 1] = swapped[at + 1], swapped[at]  # K and V have one shape: nothing else would notice
-    wrong = Toolkit(graph).inference(swapped, ["nchw"] * len(swapped))[0]
+    wrong = toolkit.inference(swapped, ["nchw"] * len(swapped))[0]
     assert graphs.relative(wrong.reshape(-1), wanted) > 1e-2
     for broken in ({k: v for k, v in feeds.items() if k != "key.1"}, feeds | {"more": feeds["key.0"]}):
         with pytest.raises(ValueError, match="got"):
@@ -129,23 +115,46 @@ def test_f11_no_mask_hides_every_column(module):
             assert np.isfinite(mask).all() and (mask == 0).any() and set(np.unique(mask)) <= {0, np.float32(-1e4)}
 
 
+class Rounded:
+    """A host half whose position passes through float16."""
+
+    @property
+    def length(self):
+        return self._length
+
+    @length.setter
+    def length(self, value):
+        self._length = int(np.float16(value))
+
+
+def misplaced(module, position, *mixin):
+    """What a step at `position` is fed that is not that position's, of 4,100 slots."""
+    capacity = 4100
+    contract = standin.contract(module, c.Cache(capacity), (c.Layer(1, 4, 4),), (None,))
+    right = importlib.import_module(f"kvgate.strategies.{module}.host").Host
+    host = type("Host", (*mixin, right), {})(contract, standin.tables(capacity), -1e4)
+    host.length = position
+    fed, own = host.feeds(1), module in ("dynamic_concat", "cpu_managed")
+    seen = np.flatnonzero(fed["mask.0"] == 0).tolist()
+    found = set() if seen == [*range(position), capacity if own else position] else {"mask"}
+    if module == "fixed_max_scatter" and (fed["slot"].dtype, fed["slot"].tolist()) != (np.int64, [position]):
+        found.add("slot")
+    if module == "fixed_max_blend" and np.flatnonzero(fed["write"]).tolist() != [position]:
+        found.add("write")
+    if abs(fed["rotation.0"][0, 0, 0, 0] - np.cos(float(position))) > 1e-6:
+        found.add("rotation")
+    return found
+
+
 @pytest.mark.parametrize("module", STRATEGIES)
 def test_f13_positions_beyond_2048_are_exact(module):
     """No position passes through float16: slots, write rows, masks and rotations are those of the position."""
-    capacity = 4100
-    assert np.float16(2049) == 2048  # the fault
-    contract = standin.contract(module, c.Cache(capacity), (c.Layer(1, 4, 4),), (None,))
-    host = importlib.import_module(f"kvgate.strategies.{module}.host").Host(contract, standin.tables(capacity), -1e4)
-    for host.length in (2048, 2049, 4097):
-        fed = host.feeds(1)
-        own = module in ("dynamic_concat", "cpu_managed")
-        assert (fed["mask.0"] == 0).sum() == host.length + 1 and fed["mask.0"][0, host.length - own] == 0
-        if module == "fixed_max_scatter":
-            assert fed["slot"].dtype == np.int64 and int(fed["slot"][0]) == host.length
-        if module == "fixed_max_blend":
-            assert np.flatnonzero(fed["write"]).tolist() == [host.length]
-        angle = host.length * 1.0
-        np.testing.assert_allclose(fed["rotation.0"][0, 0, 0, 0], np.cos(angle), atol=1e-6)
+    for position in (2048, 2049, 4097):
+        assert misplaced(module, position) == set()
+    written = {"fixed_max_scatter": {"slot"}, "fixed_max_blend": {"write"}}.get(module, set())
+    assert misplaced(module, 2048, Rounded) == set()
+    for position in (2049, 4097):  # the fault: taken for 2048 and 4096
+        assert misplaced(module, position, Rounded) == {"mask", "rotation"} | written
 
 
 def test_f31_angles_come_from_tables(tmp_path):

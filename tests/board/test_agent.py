@@ -13,6 +13,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import oldest
 import pytest
 import rig
 from kvgate import agent_zip
@@ -344,17 +345,10 @@ def test_newer_python_is_seen():
 
 
 def test_a_real_python_3_9_takes_it(tmp_path):
-    python = os.environ.get("KVGATE_PYTHON_3_9") or shutil.which("python3.9")
-    if python is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:
-        pytest.skip("no python3.9 on the path, nor in KVGATE_PYTHON_3_9")
-    for engine in environment.ENGINES:
-        with zipfile.ZipFile(io.BytesIO(agent_zip.build(engine, "dynamic_concat"))) as file:
-            file.extractall(tmp_path / engine)
-    subprocess.run([python, "-m", "compileall", "-q", str(tmp_path)], check=True)
-    with rig.agent(tmp_path / "work", rig.double(), python) as remote:
-        assert remote.hello()["python"].startswith("3.9.")
-        if "error" not in remote.hello()["engines"]["onnxruntime"]:  # numpy and more are there too
-            assert remote.run(rig.job(), rig.files())["ok"]
+    python = oldest.found()
+    if python is None:
+        pytest.skip("no Python 3.9 here; the same with Debian's: make test-system")
+    oldest.takes(python, tmp_path)
 
 
 def test_json_of_a_status_has_no_surprises(remote):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import habits
 import numpy as np
 import onnx
 from kvgate import contract as c
@@ -67,7 +68,12 @@ def cube() -> dict[str, Any]:
             Engine(toolkit, boundary).step({"k": bad})
         except ValueError as wrong:
             refused.append(str(wrong))
+    double = habits.Toolkit(lambda feeds: {"y": 2 * feeds["k"]}, boundary)
     return {
+        "double": [
+            error(by_default, double.inference([k])[0]),
+            error(by_engine, Engine(double, boundary).step({"k": k})["y"]),
+        ],
         "default": error(by_default, 2 * k),
         "default_transposed": error(by_default, 2 * k.transpose(0, 3, 1, 2)),
         "engine": error(by_engine, 2 * k),

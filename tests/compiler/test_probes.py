@@ -22,7 +22,7 @@ CASES = ("cube", "counters", "norms", "sessions", "arguments", "groups")
 def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
     environment = toolkit.environment(folder)
     here = Path(__file__).parent
-    environment["PYTHONPATH"] += os.pathsep + str(here)
+    environment["PYTHONPATH"] += os.pathsep + str(here) + os.pathsep + str(here.parent)
     command = [sys.executable, str(here / "probes.py"), *cases]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=280)
     file = folder / "results.json"
@@ -40,7 +40,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_cube_is_transposed_by_default_and_not_by_the_engine(probes: dict[str, Any]) -> None:
     cube = probes["cube"]
     assert cube["default"] > 1 and cube["default_transposed"] < 1e-3
-    assert cube["engine"] < 1e-3
+    assert cube["engine"] < 1e-3 and max(cube["double"]) < 1e-3  # the double of the fast tests has the same habits
     assert len(cube["refused"]) == 3 and all("tensor 'k': got float" in x for x in cube["refused"])
 
 

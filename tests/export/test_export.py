@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import safetensors.numpy
+import torch
 from graphs import Graph, Model
 from kvgate import contract as c
 from kvgate import record
@@ -256,3 +257,11 @@ def test_angles_that_depend_on_the_length_are_refused_where_the_capacity_crosses
         assert max(graphs.worst(found, trace, "forced")) < 1e-5
     wrong, own = (families.trace(model.checkpoint, model.text(9).tokens[:n]).keys[1] for n in (9, 8))
     assert graphs.relative(wrong[:8], own) > 0.1  # what the guard is for
+
+
+def test_expm1_keeps_what_a_difference_loses():
+    """xIELU's own, where float32's exp(x) - 1 has one digit left, and at both ends."""
+    x = torch.tensor([-1e-6, -3e-5, -1e-2, -0.7, -20.0, -200.0, 1e-6, 3.0, 80.0])
+    exact = torch.expm1(x.double())
+    assert ((proto.expm1(x).double() - exact) / exact).abs().max() < 1e-6
+    assert (((x.exp() - 1).double() - exact) / exact).abs().max() > 1e-2  # the plain spelling

@@ -40,9 +40,10 @@ ROWS = {
     "bloom": 25,
 }
 SLIDING = {"mistral": (5,), "phi3": (5,), "starcoder2": (5,)}
-SLIDING |= dict.fromkeys(("gemma2", "gemma3_text", "exaone4"), (None, 5))
+SLIDING |= dict.fromkeys(("gemma2", "gemma3_text", "exaone4", "gpt_neo"), (None, 5))
 PARALLEL = {"gpt_neox", "falcon", "phi", "cohere"}
-NO_ROTARY = {"gpt2", "opt", "bloom"}
+ALIBI = {"bloom", "mpt", "falcon_alibi"}
+NO_ROTARY = {"gpt2", "opt", "xglm", "gpt_neo", "ctrl", *ALIBI}
 
 
 @pytest.mark.parametrize("form", ["recipe", "plain"])
@@ -60,7 +61,7 @@ def test_the_graph_is_the_model(tmp_path, family, form):
     assert graph.contract.windows == SLIDING.get(family, (None,))
     rotations = {x.rotation for x in graph.contract.layers}
     if family in NO_ROTARY:
-        assert rotations == {None} and ("position" in graph.tables) == (family != "bloom")
+        assert rotations == {None} and ("position" in graph.tables) == (family not in ALIBI)
     elif form == "recipe" and family in ("smollm3", "exaone4"):
         assert None in rotations and 0 in rotations  # found by itself: every second layer has no rotary embedding
     else:

@@ -144,7 +144,6 @@ REFUSED = {
     "several kinds of input": {"model_type": "gemma3", "vision_config": {}},
     "latent attention": {"model_type": "deepseek_v3", "kv_lora_rank": 512},
     "mixture of experts": {"model_type": "mixtral", "num_local_experts": 8},
-    "alibi: a distance bias": {"model_type": "falcon", "alibi": True},
     "projected inside": {"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512},
     "share K and V": {"model_type": "gemma3n_text", "num_kv_shared_layers": 10},
     "no model_type": {},

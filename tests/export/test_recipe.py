@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 
 import families
 import pytest
@@ -48,6 +49,9 @@ WITHOUT = {
     "the distance bias": ("bloom", lambda s: layers(s, slopes=())),
     "a head's distance bias": ("bloom", lambda s: layers(s, slopes=s.layers[0].slopes[::-1])),
     "the learned positions": ("gpt2", lambda s: s),
+    "the scale of a rounded bias": ("falcon_alibi", lambda s: layers(s, bfloat16=1.0)),
+    "the window that a module cuts itself": ("gpt_neo", lambda s: layers(s, mask=0)),
+    "the norm after the rotation": ("hunyuan_v1_dense", lambda s: layers(s, late=False)),
     "the norm's epsilon": ("qwen3", lambda s: layers(s, epsilon=(1e-2, 1e-2))),
 }
 
@@ -95,6 +99,8 @@ def test_rotations_are_found_by_their_effect():
 def test_norms_are_told_by_what_they_compute():
     kinds = {f: {x.norm for x in operated(f)[0].layers} for f in ("llama", "qwen3", "gemma3_text", "olmo2")}
     assert kinds == {"llama": {""}, "qwen3": {"head"}, "gemma3_text": {"head"}, "olmo2": {"all"}}
+    late = {f: {x.late for x in operated(f)[0].layers} for f in ("qwen3", "hunyuan_v1_dense")}
+    assert late == {"qwen3": {False}, "hunyuan_v1_dense": {True}}  # before and after the rotation
     assert {n.kind for n in norms.measure(families.model("cohere"))[0]} == {"layer"}
     gemma = families.model("gemma2")
     found, weights = norms.measure(gemma)
@@ -173,17 +179,52 @@ def test_a_model_past_the_seams_is_blocked():
         prepare.prepare(model, "recipe")
 
 
+def plain_scores(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+    """As XGLM's and Falcon's own: the cache is called, the attention function is not."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    key, value = (x(hidden_states).view(shape).transpose(1, 2) for x in (self.k_proj, self.v_proj))
+    cache.update(key, value, self.layer_idx)
+    return hidden_states, None
+
+
+def broken(self, *args, **kwargs):
+    raise KeyError("alibi")
+
+
+@pytest.mark.parametrize(
+    ("forward", "cause"),
+    [
+        (plain_scores, "caches K and V of layer 1 and does not call the attention function"),
+        (broken, ": 'alibi'"),
+    ],
+)
+def test_what_does_not_fit_names_the_module(forward, cause):
+    model = families.model("llama")
+    attention = model.model.layers[1].self_attn
+    attention.forward = types.MethodType(forward, attention)
+    with pytest.raises(Blocked, match=rf"model\.layers\.1\.self_attn \(LlamaAttention\):? ?{cause}"):
+        prepare.prepare(model, "recipe")
+
+
 def causal(b, h, q, k):
     return k <= q
 
 
-@pytest.mark.parametrize("window", [1, 5, 4096])
+@pytest.mark.parametrize("window", [1, 5, 4096, 20_000, survey.REACH - 100])
 def test_windows_are_read_off_the_predicate(window):
     assert survey.window(causal) is None
     assert survey.window(lambda b, h, q, k: (k <= q) & (k > q - window)) == window
 
 
-@pytest.mark.parametrize("mask", [lambda b, h, q, k: k // 64 == q // 64, lambda b, h, q, k: (k <= q) & (k % 2 == 0)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: k // 64 == q // 64,
+        lambda b, h, q, k: (k <= q) & (k % 2 == 0),
+        lambda b, h, q, k: (k <= q) & (k > q - 20_000 - q % 2),
+        lambda b, h, q, k: (k <= q) & (k > q // 4),
+    ],
+)
 def test_other_masks_are_refused(mask):
     with pytest.raises(survey.Unsupported, match="neither causal nor a sliding window"):
         survey.window(mask)

@@ -16,8 +16,7 @@ from kvgate.stages import check, export, prepare
 from kvgate.weights import fold, rotate, scale
 from tiny import relist
 
-# Not gptq, mixed and widen: they move weights on purpose. plain and keep change nothing.
-ANY = ("compensate", "vrot", "krot", "qkv", "split2")
+ANY = ("compensate", "vrot", "krot", "qkv", "split2")  # on every family
 RECIPE = ("llama", "llama_g8", "qwen3", "olmo2", "gemma3_text", "phi", "gpt_neox", "glm4", "exaone4", "cohere")
 TOKENS = 12
 
@@ -90,6 +89,14 @@ CASES = [
     *(("rotate", family) for family in named(rotate.FAMILIES)),
     *(("scale", family) for family in named(scale.FAMILIES)),
     *((name, family) for name in ANY for family in RECIPE),
+    *((name, "llama") for name in ("plain", "keep")),  # they change nothing
+]
+# These move weights on purpose.
+MOVED = [
+    *((family, "gptq", {}) for family in ("llama", "gemma3_text", "bloom")),
+    *((family, "widen", {"group": 16}) for family in ("llama", "qwen3", "phi", "gpt2", "bloom")),
+    ("gemma3_text", "widen", {"group": 16, "skip": ["*attn.out*"]}),
+    ("llama", "mixed", {"group": 16, "share": 0.6}),
 ]
 
 
@@ -107,14 +114,7 @@ def test_all_together_in_every_strategy(tmp_path, module):
     assert set(made.body["sums"].values()) == {2}
 
 
-@pytest.mark.parametrize(
-    ("family", "step", "options"),
-    [
-        *((family, "gptq", {}) for family in ("llama", "gemma3_text", "bloom")),
-        *((family, "widen", {"group": 16}) for family in ("llama", "qwen3", "phi", "gpt2", "bloom")),
-        ("gemma3_text", "widen", {"group": 16, "skip": ["*attn.out*"]}),
-    ],
-)
+@pytest.mark.parametrize(("family", "step", "options"), MOVED)
 def test_a_graph_of_moved_weights_is_held_to_what_they_give(tmp_path, family, step, options):
     made = Prepared(tmp_path, family, step, form="plain" if family == "bloom" else "recipe", **options)
     text = made.root / "text.json"
@@ -174,6 +174,13 @@ def test_a_basis_after_matrices_is_blocked(tmp_path, name):
         Prepared(tmp_path, "llama", "split2", name)
 
 
+def test_a_turn_before_the_norm_of_keys_is_blocked(tmp_path):
+    """The norm's weights belong to channels, which a turn between it and the rotation would mix."""
+    reason = r"krot: model\.layers\.0\.self_attn: got a norm of keys after their rotation, allowed: before it"
+    with pytest.raises(record.Blocked, match=reason):
+        Prepared(tmp_path, "hunyuan_v1_dense", "krot")
+
+
 def test_a_turn_after_matrices_is_none_of_theirs(tmp_path):
     assert Prepared(tmp_path, "llama", "split2", "krot").error() < 1e-5
 
@@ -208,4 +215,7 @@ def test_a_plain_form_is_no_ground_for_a_basis(tmp_path):
 
 
 def test_every_preparation_is_tested():
-    assert {*ANY, "fold", "rotate", "scale", "gptq", "keep", "mixed", "plain", "widen"} == set(sweep.modules("weights"))
+    """By the cases that run above: one that says so moves weights, every other one keeps the function."""
+    moving = {name for name in sweep.modules("weights") if getattr(prepare.preparation(name), "MOVES", False)}
+    assert {step for _, step, _ in MOVED} == moving
+    assert {name for name, _ in CASES} == set(sweep.modules("weights")) - moving

@@ -43,7 +43,8 @@ def render() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _keys(body: dict[str, Any], schema: dict[str, Any]) -> list[str]:
+def _keys(body: dict[str, Any], schema: dict[str, Any], within: str = "") -> list[str]:
+    """Rows of a table; `within`: what stands before the names of keys that lie in another one."""
     properties = body.get("properties", {})
     if not properties:
         return []
@@ -51,7 +52,10 @@ def _keys(body: dict[str, Any], schema: dict[str, Any]) -> list[str]:
     for key, raw in properties.items():
         part = _resolve(raw, schema)
         default = "required" if key in body.get("required", []) else _default(part)
-        rows.append(f"| `{key}` | {_type(part)} | {default} | {part.get('description', '')} |")
+        rows.append(f"| `{within}{key}` | {_type(part)} | {default} | {part['description']} |")
+        items = part.get("items", {})
+        rows += _keys(part, schema, f"{within}{key}.")[2:]
+        rows += [] if "$ref" in items else _keys(items, schema, f"{within}{key}[].")[2:]  # a reference: see render
     return rows
 
 
@@ -76,7 +80,7 @@ def _type(part: dict[str, Any]) -> str:
     return " ".join([text, *limits])
 
 
-_LIMITS = {"minimum": "at least", "maximum": "at most", "exclusiveMaximum": "below"}
+_LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 if __name__ == "__main__":
     sys.stdout.write(render())

@@ -29,12 +29,14 @@ TEMPERATURE, TOP_K = 1.0, 50  # of drawn tokens: the model's own distribution, w
 
 
 def load(folder: Path) -> Any:
-    """A checkpoint folder's model: float64 throughout, eager attention, nothing from the network."""
-    from transformers import AutoModelForCausalLM
+    """A checkpoint folder's model: float64 throughout, attention written out, nothing from the network."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    attention = support.attention(config.to_dict())
     with precise.float64():  # its angles' frequencies are worked out here
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float64, attn_implementation="eager", local_files_only=True
+            str(folder), config=config, dtype=torch.float64, attn_implementation=attention, local_files_only=True
         ).eval()
     precise.settle(model)
     model.forward = precise.widened(model.forward)

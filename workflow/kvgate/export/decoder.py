@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvgate import contract as c
 from kvgate import strategies
-from kvgate.export import boundary, seams, surgery, survey
+from kvgate.export import alibi, boundary, seams, surgery, survey
 from kvgate.export.spec import Spec
 
 
@@ -67,12 +67,8 @@ class Decoder(nn.Module):
         for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
             mask, kind = given[f"mask.{layer.mask}"], (layer.mask, known.slopes)
             if known.slopes and kind not in made:
-                capacity, columns = self.contract.cache.capacity, mask.shape[1]
-                # A column past the capacity is the token itself: its distance is 0, whatever the position.
-                slot = torch.arange(columns) % capacity if columns > capacity else torch.arange(columns)
-                moves = (torch.arange(columns) < capacity).float()
-                distances = slot.float() - moves * given["position"]
-                made[kind] = mask + seams.distance_bias(known.slopes, distances, self.spec.form, layer.kv_heads)
+                sizes = mask.shape[1], self.contract.cache.capacity
+                made[kind] = mask + alibi.bias(known, *sizes, given["position"], self.spec.form)
             masks.append(made.get(kind, mask))
         return masks
 

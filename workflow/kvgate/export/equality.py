@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvgate.export import rotary, seams, survey
+from kvgate.export import alibi, rotary, seams, survey
 from kvgate.export.seams import Step
 from kvgate.export.spec import Layer, Spec
 
@@ -39,21 +39,33 @@ def reference(model: nn.Module, positions: Tensor | None) -> Reference:
         return key, value
 
     embedded = model.get_input_embeddings()(ids)
-    logits = survey.run(model, embedded, layers, keep).logits[0]
+    logits = survey.run(model, embedded.clone(), layers, keep).logits[0]  # CTRL scales what it is given in place
     keys, values = ([kept[i][n] for i in range(layers)] for n in (0, 1))
     return Reference(embedded[0], None if positions is None else positions[:TOKENS], logits, keys, values)
 
 
 def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
     """Worst normalized L2 of logits and every layer's K and V. `model` has been operated on and reads `step`."""
+    return max(errors(model, spec, step, known).values())
+
+
+def errors(model: nn.Module, spec: Spec, step: Step, known: Reference) -> dict[str, float]:
+    """Normalized L2 by place, in the order in which they are computed: each layer's keys and values, the logits."""
     rows = known.embedded if known.positions is None else known.embedded + known.positions
     logits, keys, values = decode(model, spec, step, rows)
-    errors = [_distance(logits, known.logits)]
-    for got, wanted in ((keys, known.keys), (values, known.values)):
-        for mine, theirs in zip(got, wanted, strict=True):
+    found = {}
+    for layer in sorted(spec.layers, key=lambda x: x.index):
+        for name, got, wanted in (("keys", keys, known.keys), ("values", values, known.values)):
+            mine, theirs = got[layer.index], wanted[layer.index]
             groups = theirs.shape[1] // mine.shape[1]  # falcon caches its KV heads repeated
-            errors.append(_distance(mine, theirs[:, ::groups]))
-    return max(errors)
+            found[f"the {name} of {layer.module}"] = _distance(mine, theirs[:, ::groups])
+    return found | {"the logits": _distance(logits, known.logits)}
+
+
+def difference(found: dict[str, float]) -> str:
+    """Of `errors`: the worst one, and the first place over the tolerance."""
+    place = next((place for place, error in found.items() if not error <= TOLERANCE), "nothing")
+    return f"{max(found.values()):.1e}, first in {place}"
 
 
 def decode(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -98,7 +110,7 @@ def _mask(position: int, window: int | None) -> Tensor:
 def _bias(position: int, form: str, layer: Layer) -> Tensor:
     if not layer.slopes:
         return torch.zeros(1)
-    return seams.distance_bias(layer.slopes, torch.arange(position + 1.0) - position, form, layer.kv_heads)
+    return alibi.bias(layer, position + 1, position + 1, float(position), form)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -24,6 +24,7 @@ import transformers
 
 from kvgate import contract as c
 from kvgate import precise, record, reference
+from kvgate.export import support
 from kvgate.job import Job
 
 OPSET = 18  # the newest that both torch's new exporter writes and the compiler reads (11 to 19)
@@ -35,10 +36,12 @@ def run(job: Job) -> dict[str, Any]:
     """Export the strategy's graph. Raises record.Blocked where the exporter itself refuses the model."""
     strategy = job.config["strategy"]
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
-    implementation = None if strategy["module"] == "hf_export" else "eager"  # None: transformers' default
+    folder = job.checkpoint()
+    own = support.attention(transformers.AutoConfig.from_pretrained(folder, local_files_only=True).to_dict())
+    implementation = None if strategy["module"] == "hf_export" else own  # None: transformers' default
     with precise.float64():  # the frequencies of its angles, rounded once, are the same on every PC
         exact = transformers.AutoModelForCausalLM.from_pretrained(
-            job.checkpoint(), dtype=torch.float64, attn_implementation=implementation, local_files_only=True
+            folder, dtype=torch.float64, attn_implementation=implementation, local_files_only=True
         )
     model = exact.float().eval()
     work = job.folder / ".exporter"

@@ -28,11 +28,13 @@ def model(folder: Path) -> nn.Module:
     Raises record.Blocked on missing weights.
     """
     logging.disable_progress_bar()  # the log of a stage is read by people
+    found = config(folder)
+    attention = support.attention(found.to_dict())
     loaded, info = AutoModelForCausalLM.from_pretrained(
         folder,
-        config=config(folder),
+        config=found,
         dtype=torch.get_default_dtype(),
-        attn_implementation="eager",
+        attn_implementation=attention,
         output_loading_info=True,
     )
     missing = sorted(info["missing_keys"])

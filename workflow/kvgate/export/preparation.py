@@ -61,6 +61,9 @@ class Work:
 
     def turn(self, step: Any, options: Options) -> None:
         self._needs_recipe()
+        for layer in self.spec.layers:
+            if layer.late:
+                raise ValueError(f"{layer.module}: got a norm of keys after their rotation, allowed: before it")
         for n, rotation in enumerate(self.spec.rotations):
             made = step.turn(len(rotation.turn), **options)
             self.turned[n] = self.turned[n] @ made if n in self.turned else made

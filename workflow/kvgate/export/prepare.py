@@ -41,21 +41,24 @@ def prepare(model: nn.Module, form: str) -> Prepared:
             spec, tensors = _recipe(model, found)
             changed, step = _copy(model), Step()
             surgery.operate(changed, spec, step, tensors)
-            error = equality.error(changed, spec, step, known)
+            errors = equality.errors(changed, spec, step, known)
+            error = max(errors.values())
             print(f"recipe: error {error:.1e} against the untouched model", file=sys.stderr)
             if error <= equality.TOLERANCE:
                 return Prepared(replace(spec, top=known.top), changed, error, embedding, found.position_table)
-            reason = f"the recipe differs from the model by {error:.1e}"
+            reason = f"the recipe differs from the model by {equality.difference(errors)}"
         except Exception as why:
             reason = _line(why)
         print(f"plain form: {reason}", file=sys.stderr)
     spec, tensors = _plain(found, model, reason)
     step = Step()
     surgery.operate(model, spec, step, tensors)
-    error = equality.error(model, spec, step, known)
+    errors = equality.errors(model, spec, step, known)
+    error = max(errors.values())
     print(f"plain: error {error:.1e} against the untouched model", file=sys.stderr)
     if not error <= equality.TOLERANCE:
-        text = f"the exported form differs from the model by {error:.1e}, allowed: {equality.TOLERANCE:.0e}"
+        difference, allowed = equality.difference(errors), f"{equality.TOLERANCE:.0e}"
+        text = f"the exported form differs from the model by {difference}, allowed: {allowed}"
         raise blocked("differs", text)
     return Prepared(replace(spec, top=known.top), model, error, embedding, found.position_table)
 
@@ -86,7 +89,12 @@ def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Ten
         if site.rotation is not None:
             path, arguments = found.rotations[site.rotation]
             plain = Rotation(path, arguments, found.widths[site.rotation])
-        layer, own, turning = probe.layer(model.get_submodule(site.module), site, plain)
+        try:
+            layer, own, turning = probe.layer(model.get_submodule(site.module), site, plain)
+        except survey.Unsupported:
+            raise
+        except Exception as why:  # foreign code, called with what it may not know
+            raise survey.Unsupported(f"{site.module}: {_line(why)}") from why
         if turning is not None:
             if turning not in rotations:
                 rotations.append(turning)
@@ -109,7 +117,7 @@ def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, d
         cap = site.options.get("softcap")
         sizes = (site.heads, site.kv_heads, site.key_size, site.value_size, site.outputs)
         plain = Layer(site.module, site.index, *sizes, site.mask, site.rotation, scale, cap)
-        layers.append(replace(plain, slopes=probe.slopes(site)))
+        layers.append(replace(plain, **probe.distances(site)))
         if site.options.get("s_aux") is not None:
             text = f"{site.module}: attention sinks, allowed: scale, mask, soft cap, alibi"
             raise blocked("attention", text)

@@ -29,12 +29,14 @@ class Norm:
     bias: Tensor | None
     epsilon: float
     centred: bool
+    late: bool  # it reads q or k after the rotation
 
 
 def layer(module: nn.Module, site: Site, rotation: Rotation | None) -> tuple[Layer, dict[str, Tensor], Rotation | None]:
     """The layer's facts, the recipe's tensors, and how it rotates (None: not). Raises Unsupported with the reason."""
     _supported(site)
-    norms = {role: _norm(module, site, role, child) for role, child in norm_children(module).items()}
+    children = norm_children(module).items()
+    norms = {role: _norm(module, site, role, child, rotation) for role, child in children}
     bare = _Bare(module, site)
     with bare:
         joint, bias = _affine(bare, site)
@@ -51,7 +53,7 @@ def layer(module: nn.Module, site: Site, rotation: Rotation | None) -> tuple[Lay
         mask=site.mask,
         rotation=site.rotation if turning else None,
         softcap=site.options.get("softcap"),
-        slopes=slopes(site),
+        **distances(site),
         residual=bool(site.options.get("residual")),
         kernel=site.kv_heads == 1 and (site.heads <= 8 or site.heads % 8 != 0),
     )
@@ -75,10 +77,10 @@ def _supported(site: Site) -> None:
         raise Unsupported(f"{site.module}: {site.heads} query heads for {site.kv_heads} KV heads")
 
 
-def slopes(site: Site) -> tuple[float, ...]:
-    """Of the distance bias that the module adds to its scores (alibi)."""
+def distances(site: Site) -> dict[str, Any]:
+    """The layer's fields of the distance bias that the module adds to its scores (alibi)."""
     found = site.options.get("slopes")
-    return () if found is None else tuple(found.tolist())
+    return {} if found is None else {"slopes": tuple(found.tolist()), "bfloat16": site.options.get("bfloat16", 0.0)}
 
 
 def norm_children(module: nn.Module) -> dict[str, str]:
@@ -120,8 +122,9 @@ class _Bare:
         kwargs = {k: fresh if isinstance(v, seams.Cache) else v for k, v in self.site.kwargs.items()}
         args = [fresh if isinstance(a, seams.Cache) else a for a in self.site.args]
         if args:  # a residual that the module adds would be taken for its bias
-            args = [torch.zeros(1) if isinstance(a, Tensor) and a.shape == args[0].shape else a for a in args]
-            args[0] = hidden
+            same = [isinstance(a, Tensor) and a.shape == args[0].shape for a in args]
+            args = [torch.zeros(1) if alike and a is not args[0] else a for a, alike in zip(args, same, strict=True)]
+            args = [hidden if a is args[0] else a for a in args]  # CTRL is handed them three times
         else:
             kwargs["hidden_states"] = hidden
         known = kwargs.get("position_embeddings")
@@ -187,18 +190,22 @@ def _output(bare: _Bare, site: Site) -> tuple[Tensor, Tensor | None]:
     return matrix, (bias if bias.any() else None)
 
 
-def _norm(module: nn.Module, site: Site, role: str, child: str) -> Norm:
+def _norm(module: nn.Module, site: Site, role: str, child: str, rotation: Rotation | None) -> Norm:
     """Measure the norm of q or k on what it is really called with."""
     calls: list[tuple[Tensor, Tensor]] = []
     norm = getattr(module, child)
     hook = norm.register_forward_hook(lambda m, args, out: calls.append((args[0], out)))
     bare = _Bare(module, site, bare=False)
+    hidden, angles = _random(bare.TOKENS, bare.width), torch.ones(1, bare.TOKENS, rotation.width if rotation else 1)
     try:
-        bare.seen(_random(bare.TOKENS, bare.width))
+        bare.seen(hidden)
+        count = len(calls)
+        bare.seen(hidden, (torch.zeros_like(angles), angles))  # turned by 90 degrees
     finally:
         hook.remove()
-    if len(calls) != 1:
-        raise Unsupported(f"{site.module}.{child}: called {len(calls)} times in one step")
+    if count != 1:
+        raise Unsupported(f"{site.module}.{child}: called {count} times in one step")
+    late = not torch.equal(calls[0][0], calls[1][0])
     epsilon = float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)) or 0.0)
     heads = site.heads if role == "q" else site.kv_heads
     x, y = (_by_token(t, bare.TOKENS, heads, site.key_size) for t in calls[0])
@@ -206,7 +213,7 @@ def _norm(module: nn.Module, site: Site, role: str, child: str) -> Norm:
     for centred in (False, True):
         found = _fit(x, y, span, epsilon, centred)
         if found:
-            return found
+            return replace(found, late=late)
     raise Unsupported(f"{site.module}.{child}: neither an RMS norm nor a LayerNorm")
 
 
@@ -232,7 +239,7 @@ def _fit(x: Tensor, y: Tensor, span: int, epsilon: float, centred: bool) -> Norm
     if not (weight * n + bias - y).norm() <= TOLERANCE * y.norm():
         return None
     plain = bool(bias.abs().max() <= 1e-6 * y.abs().max())
-    return Norm(span, weight, None if plain else bias, epsilon, centred)
+    return Norm(span, weight, None if plain else bias, epsilon, centred, late=False)
 
 
 def _assemble(
@@ -246,7 +253,9 @@ def _assemble(
     if norms:
         q, k = norms["q"], norms["k"]
         kind = "head" if q.span == made.key_size == k.span else "all"
-        made = replace(made, norm=kind, epsilon=(q.epsilon, k.epsilon))
+        made = replace(made, norm=kind, epsilon=(q.epsilon, k.epsilon), late=q.late)
+        if q.late != k.late or (q.late and (kind == "all" or q.centred or k.centred)):
+            raise Unsupported(f"{made.module}: a norm after the rotation that is no RMS norm of each head of q and k")
         if kind == "head" and q.epsilon != k.epsilon:
             raise Unsupported(f"{made.module}: norms of q and k with different epsilon")
         for i, norm in enumerate((q, k)):

@@ -168,10 +168,18 @@ def _check_names(model: onnx.ModelProto) -> None:
         raise ValueError(f"graph: got a name of {len(long)} characters ({long}), allowed: {NAME_LIMIT}")
 
 
+def expm1(x: Tensor) -> Tensor:
+    """exp(x) - 1 in operators of opset 17; as a product it keeps around 0 what the difference would lose."""
+    return torch.tanh(x / 2) * (torch.exp(x) + 1)
+
+
 @contextlib.contextmanager
 def _exportable() -> Iterator[None]:
-    """glm4 repeats cos along the last axis by repeat_interleave, which the exporter turns into a graph it refuses."""
-    original = torch.Tensor.repeat_interleave
+    """Operators that the exporter refuses or turns into a graph that it refuses, written out.
+
+    glm4 repeats cos along the last axis by repeat_interleave. apertus' activation calls expm1, which opset 17 has not.
+    """
+    original, original_expm1 = torch.Tensor.repeat_interleave, torch.expm1
 
     def repeat(self: Tensor, repeats: Any, dim: int | None = None, **kwargs: Any) -> Tensor:
         if isinstance(repeats, int) and dim is not None:
@@ -180,7 +188,9 @@ def _exportable() -> Iterator[None]:
         return original(self, repeats, dim, **kwargs)
 
     torch.Tensor.repeat_interleave = repeat  # type: ignore[method-assign]
+    torch.expm1 = expm1
     try:
         yield
     finally:
         torch.Tensor.repeat_interleave = original  # type: ignore[method-assign]
+        torch.expm1 = original_expm1

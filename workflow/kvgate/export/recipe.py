@@ -61,11 +61,15 @@ class Attention(nn.Module):
         if layer.rotation is None and not layer.norm:
             return tuple(columns.split([self.groups, 1, 1], dim=3))  # type: ignore[return-value]
         both, v = columns.split([self.groups + 1, 1], dim=3)
+        if layer.late:
+            both = self._rotate(both)
         if layer.norm:
             both = _rms(both, 1, layer.epsilon[0]) * self.norm
             if self.shift is not None:
                 both = both + self.shift
-        q, k = self._rotate(both).split([self.groups, 1], dim=3)
+        if not layer.late:
+            both = self._rotate(both)
+        q, k = both.split([self.groups, 1], dim=3)
         return q, k, v
 
     def _whole_norm(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,12 +77,6 @@ def attend(
     return (weights @ value).transpose(1, 2)
 
 
-def distance_bias(slopes: tuple[float, ...], distances: Tensor, form: str, kv_heads: int) -> Tensor:
-    """Alibi: slope * (key's position - query's), in the shape of the form's scores. distances [columns]."""
-    shape = (kv_heads, 1, -1, 1) if form == "recipe" else (1, -1, 1, 1)
-    return torch.tensor(slopes).view(shape) * distances
-
-
 # The attention function and the mask function that the model calls. `handlers` is set by `using` only.
 _handlers: list[tuple[Callable[..., Tensor], Callable[..., Any]]] = []
 

@@ -40,6 +40,8 @@ class Layer:
     epsilon: tuple[float, float] = (0.0, 0.0)  # of q's and k's norm
     kernel: bool = False  # the output projection is a convolution with kernel (1, g)
     slopes: tuple[float, ...] = ()  # alibi: of each query head, score += slope * (key's position - query's)
+    bfloat16: float = 0.0  # alibi of Falcon: not 0: slope * position rounded to bfloat16, then times this
+    late: bool = False  # recipe only: the norm of q and k reads them after their rotation
     residual: bool = False  # the module adds its second argument to its output
 
 

@@ -1,4 +1,7 @@
-"""Which architectures cannot work, told from a config.json alone. Standard library only: planning calls it."""
+"""What a config.json alone tells: which architectures cannot work, and how the others are asked to compute.
+
+Standard library only: planning calls it.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,13 +42,16 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     other = next((x for x in _layers(config) if x not in ATTENTION), None)
     if other:
         return f"{name}: layers of type {other!r}, allowed: {', '.join(ATTENTION)}"
-    if kind in ("falcon", "mpt") and (config.get("alibi") or (config.get("attn_config") or {}).get("alibi")):
-        return f"{name} with alibi: a distance bias on the scores, allowed: rotary or learned positions"
     if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         return f"{name}: embeddings of {config['word_embed_proj_dim']} channels projected inside, allowed: hidden_size"
     if (config.get("num_kv_shared_layers") or 0) > 0:
         return f"{name}: layers that share K and V, allowed: layers with a cache of their own"
     return None
+
+
+def attention(config: Mapping[str, Any]) -> str:
+    """transformers' attention that computes the model. FalconAttention's eager one adds its distance bias twice."""
+    return "sdpa" if config.get("model_type") == "falcon" and config.get("alibi") else "eager"
 
 
 def limit(config: Mapping[str, Any]) -> int | None:

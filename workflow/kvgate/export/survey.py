@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvgate.export import seams
 
-REACH = 1 << 15  # tokens: windows are looked for up to this length
+REACH = 1 << 20  # tokens: windows are looked for up to this length
 
 
 class Unsupported(Exception):
@@ -47,14 +47,21 @@ class Survey:
 def survey(model: nn.Module) -> Survey:
     """Raises Unsupported."""
     base = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    if not hasattr(base, "config"):  # ModernBERT's head is called `decoder`
+        base = model.base_model
     recorder = _Recorder(model)
     path, table = _positions(model, base)
     with recorder:
-        run(base, torch.zeros(1, 1, width(model)), recorder.layers, recorder.cached)
+        try:
+            run(base, torch.zeros(1, 1, width(model)), recorder.layers, recorder.cached)
+        except Unsupported:
+            raise
+        except Exception as why:  # foreign code called in a way that it may not know
+            text = str(why).strip() or type(why).__name__
+            raise Unsupported(f"{recorder.place()}: {text.splitlines()[0]}") from why
+    recorder.attended()
     if not recorder.sites:
         raise Unsupported("no attention module called the attention function")
-    if recorder.pending is not None:
-        raise Unsupported(f"layer {recorder.pending[0]} cached K and V but did not call the attention function")
     return Survey(recorder.sites, recorder.windows, recorder.rotations, recorder.widths, path, table)
 
 
@@ -76,19 +83,19 @@ def run(base: nn.Module, embedded: Tensor, layers: int, update: seams.Update, po
 
 def window(mask_function: Callable[..., Any]) -> int | None:
     """The sliding window of a mask predicate in tokens, None: causal. Raises Unsupported on any other pattern."""
-    found = set()
     zero = torch.tensor(0)
     columns = torch.arange(REACH)
-    for row in (REACH - 1, REACH // 2, REACH - 77):
-        seen = mask_function(zero, zero, torch.tensor(row), columns)
-        seen = torch.as_tensor(seen).expand(REACH)
-        count = int(seen.sum())
-        if not bool(seen[row + 1 - count : row + 1].all()):
-            raise Unsupported("a mask that is neither causal nor a sliding window")
-        found.add(None if count == row + 1 else count)
-    if len(found) > 1:
-        raise Unsupported("a mask that is neither causal nor a sliding window")
-    return found.pop()
+    counts = {}
+    for row in (REACH - 1, REACH - 77, REACH // 2):
+        seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(row), columns)).expand(REACH)
+        counts[row] = int(seen.sum())
+        if not bool(seen[row + 1 - counts[row] : row + 1].all()):
+            raise Unsupported(f"a mask that is neither causal nor a sliding window: token {row} sees {counts[row]}")
+    most = max(counts.values())
+    if any(count != min(row + 1, most) for row, count in counts.items()):  # a row shorter than the window sees all
+        text = ", ".join(f"token {row} sees {count}" for row, count in counts.items())
+        raise Unsupported(f"a mask that is neither causal nor a sliding window: {text}")
+    return None if most == REACH else most
 
 
 class _Recorder:
@@ -101,11 +108,13 @@ class _Recorder:
         self.rotations: list[tuple[str, tuple]] = []
         self.widths: list[int] = []
         self.angles: list[tuple[Tensor, Tensor]] = []
-        self.pending: tuple[int, Tensor, Tensor] | None = None
+        self.inside: list[str] = []  # the modules whose forward is running
+        self.pending: tuple[int, str] | None = None  # a layer that has cached and not attended yet, and its module
         self.hooks: list[Any] = []
 
     def __enter__(self) -> None:
         for name, module in self.model.named_modules():
+            self.hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name)))
             self.hooks.append(module.register_forward_hook(self._called(name), with_kwargs=True))
             if is_rotary(module):
                 self.hooks.append(module.register_forward_hook(self._rotary(name), with_kwargs=True))
@@ -116,6 +125,17 @@ class _Recorder:
         self.using.__exit__()
         for hook in self.hooks:
             hook.remove()
+
+    def place(self) -> str:
+        """The innermost module that is running."""
+        name = self.inside[-1] if self.inside else ""
+        return f"{name or 'the model'} ({type(self.model.get_submodule(name)).__name__})"
+
+    def attended(self) -> None:
+        """Raises Unsupported where a layer has cached and then not attended."""
+        if self.pending is not None:
+            layer, place = self.pending
+            raise Unsupported(f"{place} caches K and V of layer {layer} and does not call the attention function")
 
     def _rotary(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple, kwargs: dict, angles: Any) -> None:
@@ -129,15 +149,12 @@ class _Recorder:
 
     def mask(self, **kwargs: Any) -> Tensor:
         """A mask whose elements are the number of its window: modules may cut it, the number stays."""
-        found = window(kwargs["mask_function"])
-        if found not in self.windows:
-            self.windows.append(found)
-        return torch.full((1, 1, kwargs["q_length"], kwargs["kv_length"]), float(self.windows.index(found)))
+        number = float(self._window(window(kwargs["mask_function"])))
+        return torch.full((1, 1, kwargs["q_length"], kwargs["kv_length"]), number)
 
     def cached(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if self.pending is not None:
-            raise Unsupported(f"layer {self.pending[0]} cached K and V but did not call the attention function")
-        self.pending = (layer, key, value)
+        self.attended()
+        self.pending = (layer, self.place())
         return key, value
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
@@ -148,28 +165,33 @@ class _Recorder:
         if not self.windows:
             self.windows.append(None)
         site = Site(name, index, options=options)
+        window = options.get("window")
         site.heads, site.kv_heads = query.shape[1], key.shape[1]
         site.key_size, site.value_size = key.shape[-1], value.shape[-1]
-        site.mask = self._full() if mask is None else int(mask.flatten()[0])
+        site.mask = self._window(None) if mask is None else int(mask.flatten()[0])
         if mask is not None and not (site.mask in range(len(self.windows)) and bool((mask == site.mask).all())):
             raise Unsupported(f"{name} makes a mask of its own")
+        if window is not None:  # the module cuts the mask to it by itself
+            site.mask = self._window(window)
         self.sites.append(site)
         return torch.zeros(1, query.shape[2], site.heads, site.value_size)
 
-    def _full(self) -> int:
-        if None not in self.windows:
-            self.windows.append(None)
-        return self.windows.index(None)
+    def _window(self, found: int | None) -> int:
+        """Its number."""
+        if found not in self.windows:
+            self.windows.append(found)
+        return self.windows.index(found)
 
     def _called(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
+            self.inside.pop()
             if not self.sites or self.sites[-1].module != name:
                 return
             site = self.sites[-1]
             site.args, site.kwargs = args, kwargs
             site.outputs = len(out) if isinstance(out, tuple) else 0
             angles = kwargs.get("position_embeddings")
-            if angles is not None:
+            if angles is not None and "slopes" not in site.options:  # alibi: handed angles, Falcon leaves them
                 site.rotation = next(i for i, known in enumerate(self.angles) if known[0] is angles[0])
 
         return note
@@ -192,11 +214,13 @@ class _Stop(Exception):
 def _positions(model: nn.Module, base: nn.Module) -> tuple[str, Tensor | None]:
     """The module of learned positions and its rows, by asking for every position it can have."""
     embedding = model.get_input_embeddings()
-    others = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    others = [(n, m) for n, m in model.named_modules() if _is_positions(m) and m is not embedding]
     found: list[tuple[str, Tensor]] = []
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
+            if bool((out == out[..., :1, :]).all()):
+                return  # the same row for each: a type of tokens
             found.append((name, out))
             raise _Stop
 
@@ -218,6 +242,10 @@ def _positions(model: nn.Module, base: nn.Module) -> tuple[str, Tensor | None]:
         return "", None
     name, rows = found[0]
     return name, rows[0]
+
+
+def _is_positions(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) or "Positional" in type(module).__name__
 
 
 def _keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from kvgate.export import recipe, rotary, seams, survey
+from kvgate.export import alibi, recipe, rotary, seams, survey
 from kvgate.export.seams import Step
 from kvgate.export.spec import Spec
 
@@ -83,5 +83,5 @@ class _Whole(nn.Module):
         layer = self.one.layer
         if not layer.slopes:
             return mask
-        biases = [seams.distance_bias(layer.slopes, column - float(t), "recipe", layer.kv_heads) for t in range(tokens)]
+        biases = [alibi.bias(layer, tokens, tokens, float(t), "recipe") for t in range(tokens)]
         return mask + torch.stack(biases)
