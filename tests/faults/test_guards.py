@@ -21,6 +21,7 @@ from kvgate import config as configs
 from kvgate.job import Job
 from kvgate.sources import folder
 from kvgate.stages import build, check, trace
+from kvgate.strategies import host
 
 Off = Callable[[pytest.MonkeyPatch], Any]
 

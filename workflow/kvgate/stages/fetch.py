@@ -15,7 +15,7 @@ from kvgate.job import Job
 from kvgate.record import blocked
 from kvgate.sources.folder import one_line
 
-_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def known() -> list[str]:
