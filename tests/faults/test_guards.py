@@ -16,11 +16,12 @@ import test_file_faults as files
 import test_graph_faults as graphs
 import test_host_faults as hosts
 import test_input_faults as inputs
-from kvgate import bundle_row, causes, compare, gates, gguffile, held, judged, metrics, record, store, stored, symptoms
+from kvgate import bundle_row, compare, gates, gguffile, held, judged, metrics, record, store, stored, symptoms
 from kvgate import config as configs
 from kvgate.job import Job
 from kvgate.sources import folder
 from kvgate.stages import build, check, trace
+from kvgate.strategies import host
 
 Off = Callable[[pytest.MonkeyPatch], Any]
 
@@ -59,14 +60,14 @@ FETCHED = inputs.test_a_checkpoint_is_refused_by_name
 GUARDS: dict[str, tuple[Off, Any, dict[str, Any]]] = {
     "the check's limit": (unlimited, CHECKED, of(graphs.fault, "a_window_is_ignored")),
     "the check's limit, of the host half": (unlimited, FED, of(hosts.fault, "the_slots_wrap_at_half_the_capacity")),
-    "the first place": (
-        nothing(compare, "place", (0, 0, 0, 0)), CHECKED, of(graphs.fault, "the_rotation_of_position_0_is_baked_in"),
-    ),
+    "the check's figures": (nothing(compare, "_first", []), CHECKED, of(graphs.fault, "a_norm_has_another_epsilon")),
     "the heads' order": (nothing(symptoms, "_heads"), CHECKED, of(graphs.fault, "heads_of_the_key_are_permuted")),
     "the axes' order": (nothing(metrics, "permuted"), JUDGED, of(artifacts.fault, "a_value_has_another_layout")),
     "other tensors": (nothing(symptoms, "_others", ()), JUDGED, of(artifacts.fault, "the_slot_before_is_given_back")),
     "strange values": (nothing(symptoms, "odd", []), JUDGED, of(artifacts.fault, "logits_are_infinite")),
-    "disturbed slots": (nothing(causes, "other_slots", ""), JUDGED, of(artifacts.fault, "other_slots_are_disturbed")),
+    "slots as fed": (
+        nothing(host, "relative_change", 0.0), CHECKED, of(graphs.fault, "other_slots_come_back_with_another_scale"),
+    ),
     "a gate": (nothing(gates, "level", "pass"), JUDGED, of(artifacts.fault, "one_key_is_off_by_two_percent")),
     "the count of steps": (
         nothing(compare, "counted", {}), COUNTED, of(comparisons.short, "the_free_run_stopped_early"),
@@ -123,5 +124,5 @@ def test_without_its_guard_a_fault_goes_through(request, monkeypatch, guard):
     fixtures = [x for x in inspect.signature(test).parameters if x not in given]
     given = given | {name: request.getfixturevalue(name) for name in fixtures}
     off(monkeypatch)
-    with pytest.raises((AssertionError, FileNotFoundError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, LookupError, FileNotFoundError, pytest.fail.Exception)):
         test(**given)

@@ -15,7 +15,7 @@ from kvgate.job import Job
 from kvgate.record import blocked
 from kvgate.sources.folder import one_line
 
-_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt")
+_TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def known() -> list[str]:
@@ -181,12 +181,12 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 def _tokenizer(folder: Path) -> dict[str, Any]:
     from kvgate import reference
 
+    if not any(path for x in _TOKENIZERS for path in folder.glob(x)):  # transformers makes an empty one
+        raise blocked("tokenizer", f"tokenizer: got no file of one, allowed: {' or '.join(_TOKENIZERS)}")
     for path in folder.glob("tokenizer*.json"):
         _json(path)
     try:
         tokenizer = reference.load_tokenizer(folder)
     except Exception as error:
-        if not any(path for x in _TOKENIZERS for path in folder.glob(x)):
-            raise blocked("tokenizer", f"tokenizer: got no file of one, allowed: {' or '.join(_TOKENIZERS)}") from error
         raise blocked("tokenizer", f"tokenizer: cannot be read: {one_line(error)}") from error
     return {"tokenizer": {"tokens": len(tokenizer), "chat": bool(tokenizer.chat_template)}}
