@@ -24,10 +24,10 @@ def verdict(tmp_path: Path) -> Path:
 
 def believed_by_nobody(root: Path, capsys: pytest.CaptureFixture, why: str) -> None:
     row = Row(**synthetic.ROW)
-    assert table.gate(root, [row], []) == 1
+    assert table.gate(root, [row], [], {}) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"blocked: tiny/plain/cpu_managed/rk3576/fp16/simulator: {why}")
-    assert table.main(root, "default", [row], ["pass"]) == 0
+    assert table.main(root, "default", [row], ["pass"], {}) == 0
     out = capsys.readouterr().out
     assert "0 pass, 0 warn, 0 fail, 1 blocked" in out and why in out and "ship (" not in out
     body = synthetic.tabulated(root, [synthetic.ROW])

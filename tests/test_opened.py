@@ -30,6 +30,8 @@ CHECKPOINT = {
 }  # fmt: skip
 GRAPH = {"export/contract.json", "export/host.npz", "export/model.onnx"}
 TRACE = "trace.program/trace.npz"
+TRACES = {TRACE, "trace.full/trace.npz"}
+METRICS = {"verify/program/metrics.npz", "verify/full/metrics.npz"}
 W8A8 = {"mask": -100, "calibrate": True, "config": {"quantized_dtype": "w8a8"}}
 
 
@@ -51,13 +53,17 @@ def rows(made, tmp_path) -> Rows:
 
 def chip(rows: Rows, stage: str, config: dict[str, Any], inputs: list[str]) -> Job:
     job = rows.job(stage, config, [x for x in inputs if x != "observed"], **CHIP, form="recipe")
+    if "trace.program" in inputs:
+        job.inputs["trace.full"] = rows.job("trace", {}, [], program="full").record
     if "observed" in inputs:
         job.inputs["observed"] = rows.job("check", {}, []).record
     return job
 
 
 def checked(rows: Rows) -> Job:
-    return rows.job("check", {"programs": rows.programs, "isolated": 4, "mask": -1e4}, ["export", "trace.program"])
+    job = rows.job("check", {"programs": rows.programs, "isolated": 4, "mask": -1e4}, ["export", "trace.program"])
+    job.inputs["trace.full"] = rows.job("trace", {}, [], program="full").record
+    return job
 
 
 def traced(rows: Rows) -> Job:
@@ -93,23 +99,28 @@ CASES: dict[str, tuple[Any, Callable[[Rows], Job], set[str]]] = {
     "trace": (trace, traced, CHECKPOINT),
     "prepare": (prepare, prepared, CHECKPOINT | {"calibration.a/trace.npz"}),
     "export": (export, exported, CHECKPOINT | {"prepare/weights.bin", "prepare/tables.npz"}),
-    "check": (check, checked, GRAPH | {"export/weights.bin", TRACE}),
+    "check": (check, checked, GRAPH | TRACES | {"export/weights.bin"}),
     "verify": (
         verify,
         lambda rows: chip(
-            rows, "verify", {"programs": rows.programs}, ["export", "trace.program", "observed", "build"]
+            rows,
+            "verify",
+            {"programs": rows.programs, "isolated": 4},
+            ["export", "trace.program", "observed", "build"],
         ),
-        {"export/contract.json", "export/host.npz", TRACE, "observed/observations/program.npz"},
+        {"export/contract.json", "export/host.npz"}
+        | TRACES
+        | {f"observed/observations/{name}.npz" for name in ("program", "full")},
     ),
     "judge": (
         judge,
         lambda rows: chip(rows, "judge", {"thresholds": THRESHOLDS}, ["export", "check", "verify", "build"]),
-        {"export/contract.json", "verify/program/metrics.npz", "build/contract.json"},
+        {"export/contract.json", "build/contract.json"} | METRICS,
     ),
     "diagnose": (
         diagnose,
         diagnosed,
-        {"export/contract.json", "export/host.npz", "verify/program/metrics.npz", TRACE},
+        {"export/contract.json", "export/host.npz"} | METRICS | TRACES,
     ),
 }
 _seen: list[Path] | None = None
