@@ -102,7 +102,9 @@ def planning(base: Path, results: Path) -> list[str]:
         _seconds(copy)  # hashes once more what the hard links have moved
         idle = _seconds(copy)
         thresholds = copy / "config/thresholds.yaml"
-        thresholds.write_text(thresholds.read_text().replace("warn: 0.01", "warn: 0.011"))
+        thresholds.write_text(
+            thresholds.read_text(encoding="utf-8").replace("warn: 0.01", "warn: 0.011"), encoding="utf-8"
+        )
         moved = _seconds(copy)
         many = copy / "many.yaml"
         record.write(many, _thousand())

@@ -144,7 +144,7 @@ def _remember(folder: Path, made: Made) -> None:
         names = [x for x in (TABLES, TOKENIZER, _TEMPLATE) if x in known]
         if any(record.sha256(folder / x) != known[x] for x in names) or known[FACTS] != record.sha256(folder / FACTS):
             return
-        texts = {x: (folder / x).read_text() if x in known else None for x in (TOKENIZER, _TEMPLATE)}
+        texts = {x: (folder / x).read_text(encoding="utf-8") if x in known else None for x in (TOKENIZER, _TEMPLATE)}
         made.tokenizers.setdefault(facts["made_from"][TOKENIZER], {**texts, "special": facts["special"]})
         made.tables.setdefault(facts["made_from"][TABLES], folder / TABLES)
     except (OSError, ValueError, KeyError, TypeError):
@@ -178,9 +178,9 @@ def seal(folder: Path, facts: dict[str, Any], known: Mapping[str, str]) -> None:
     """Write bundle.json with the sizes of all files, and SHA256SUMS. known: files to their sha256, where one knows."""
     names = sorted({str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()} - {FACTS, SUMS})
     body = facts | {"sizes": {name: (folder / name).stat().st_size for name in names}}
-    (folder / FACTS).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    (folder / FACTS).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     lines = [f"{known.get(name) or record.sha256(folder / name)}  {name}\n" for name in sorted([*names, FACTS])]
-    (folder / SUMS).write_text("".join(lines))
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def _code(strategy: str) -> dict[str, bytes]:
@@ -249,13 +249,13 @@ def tokenizer(checkpoint: Path) -> dict[str, Any]:
 def _same_json(source: Source | None, text: str) -> bool:
     if source is None:
         return False
-    other = source.path.read_text()
+    other = source.path.read_text(encoding="utf-8")
     return other == text or json.loads(other) == json.loads(text)
 
 
 def sums(folder: Path) -> dict[str, str]:
     """A bundle's SHA256SUMS: names to sha256."""
-    lines = (folder / SUMS).read_text().splitlines()
+    lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
     return {name: sha for sha, _, name in (line.partition("  ") for line in lines)}
 
 

@@ -139,7 +139,7 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
                 _save(folder, n, arrays)
     lines = (" ".join(_file(n, i) for i in range(len(contract.inputs))) for n in range(len(samples)))
     path = folder / LIST
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 

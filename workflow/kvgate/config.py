@@ -51,7 +51,7 @@ def override(files: list[Path], text: str) -> dict[str, Any]:
 
 def _read(base: Path, path: str) -> dict[str, Any]:
     try:
-        read = yaml.load((base / path).read_text(), _LOADER)
+        read = yaml.load((base / path).read_text(encoding="utf-8"), _LOADER)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -100,7 +100,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 def _validate(config: dict[str, Any]) -> None:
     """Fill the schema's defaults in, then hold the config to it. Raises ConfigError with the first error."""
-    schema = yaml.load((_PACKAGE.parent / "schemas" / "config.schema.yaml").read_text(), _LOADER)
+    schema = yaml.load((_PACKAGE.parent / "schemas" / "config.schema.yaml").read_text(encoding="utf-8"), _LOADER)
     _fill(config, schema, schema["$defs"])
     import jsonschema
 

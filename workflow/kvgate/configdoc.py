@@ -20,7 +20,7 @@ _FILES = {
 
 def render() -> str:
     """The page in Markdown: every key with its type, default, limits and meaning."""
-    schema = yaml.safe_load(SCHEMA.read_text())
+    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
     lines = [
         "# Configuration",
         "",

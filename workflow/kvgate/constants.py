@@ -27,4 +27,4 @@ def constants(folder: str, name: str) -> dict[str, Any]:
 
 @cache
 def parsed(folder: str, name: str) -> ast.Module:
-    return ast.parse((_PACKAGE / folder / f"{name}.py").read_text())
+    return ast.parse((_PACKAGE / folder / f"{name}.py").read_text(encoding="utf-8"))

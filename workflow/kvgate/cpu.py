@@ -31,7 +31,7 @@ def flags(info: Path = _INFO) -> set[str]:
 def _first(info: Path) -> dict[str, str]:
     """What is said of the first processor."""
     try:
-        text = info.read_text()
+        text = info.read_text(encoding="utf-8")
     except OSError:
         return {}
     pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())

@@ -52,7 +52,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 def locked(lock: Path, packages: Iterable[str]) -> dict[str, str]:
     """The versions of packages as a lock file of `name==version` lines has them. Raises ValueError on a missing one."""
     pins = {}
-    for line in lock.read_text().splitlines():
+    for line in lock.read_text(encoding="utf-8").splitlines():
         name, _, pinned = line.partition("==")
         pins[_normal(name)] = pinned.strip()
     missing = [name for name in packages if _normal(name) not in pins]

@@ -28,7 +28,7 @@ def sha256(path: Path, results: Path) -> str:
     now = state(path)
     if now[2] >= LARGE:
         with suppress(OSError, ValueError):
-            *known, digest = (results / FOLDER / _name(now)).read_text().split()
+            *known, digest = (results / FOLDER / _name(now)).read_text(encoding="utf-8").split()
             if tuple(map(int, known)) == now:
                 return digest
     return fresh(path, results)

@@ -99,7 +99,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 

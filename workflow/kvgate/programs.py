@@ -91,7 +91,7 @@ def _check_generated(where: str, entry: dict[str, Any]) -> None:
 
 def _check_text(where: str, entry: dict[str, Any], base: Path) -> None:
     try:
-        text = (base / entry["text"]).read_text()
+        text = (base / entry["text"]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}.text: {entry['text']} cannot be read: {error}".splitlines()[0]) from None
     if not text.strip():
@@ -107,7 +107,7 @@ def _check_unseen(config: dict[str, Any], base: Path) -> None:
     entries = config["programs"]
 
     def words(name: str) -> str:
-        return " ".join((base / entries[name]["text"]).read_text().split())
+        return " ".join((base / entries[name]["text"]).read_text(encoding="utf-8").split())
 
     def used(name: str) -> list[str]:
         """At most: a word has at least one token."""

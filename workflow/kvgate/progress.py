@@ -131,7 +131,7 @@ def _expected(path: Path, stage: str) -> float:
 def _left(job: Job) -> str:
     """How many of the run's jobs are done and about how long the others take, judged by those that are done."""
     try:
-        run = json.loads((job.results / RUN).read_text())
+        run = json.loads((job.results / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
     mine = str(job.record.relative_to(job.results))

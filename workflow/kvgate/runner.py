@@ -120,7 +120,7 @@ def _alone(job: Job) -> Iterator[None]:
     """One process at a time makes a result: a job that outlived a killed snakemake may still be at it."""
     path = job.folder / f".{job.stage}.lock"
     while True:
-        with path.open("w") as file:
+        with path.open("w", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

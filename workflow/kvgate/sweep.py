@@ -83,7 +83,7 @@ def hub_config(entry: dict[str, Any], base: Path) -> dict[str, Any]:
     path = source.get("path")
     if source["kind"] == "folder" and isinstance(path, str):
         try:
-            found = json.loads((base / path / "config.json").read_text())
+            found = json.loads((base / path / "config.json").read_text(encoding="utf-8"))
         except OSError:
             return {}
         except ValueError as error:

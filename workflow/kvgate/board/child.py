@@ -43,7 +43,7 @@ def main(folder: Path) -> int:
         return 1
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash leaves no gigabyte behind
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # this one, not the agent
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")  # this one, not the agent
     _flush_lines()
     child = Child(folder)
     try:
@@ -59,7 +59,7 @@ def main(folder: Path) -> int:
 class Child:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.job = json.loads((folder / JOB).read_text())
+        self.job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         self.marker = Marker(folder / MARKER)
         self.text = said.Text()
         self.engine: Any = None
@@ -70,7 +70,7 @@ class Child:
         self.marker.set("import")
         from kvgate.contract import Contract
 
-        contract = Contract.from_json((self.folder / "contract.json").read_text())
+        contract = Contract.from_json((self.folder / "contract.json").read_text(encoding="utf-8"))
         self.engine = importlib.import_module(ENGINES[self.job["engine"]]).Engine(self.job, self.folder, contract)
         self._open()
         if PROBE in self.job["files"]:
@@ -91,7 +91,7 @@ class Child:
     def write(self, name: str, body: dict[str, Any]) -> None:
         """Whole or not at all."""
         part = self.folder / (name + ".part")
-        part.write_text(json.dumps({**body, "findings": self.findings, "ledger": self.ledger}))
+        part.write_text(json.dumps({**body, "findings": self.findings, "ledger": self.ledger}), encoding="utf-8")
         part.replace(self.folder / name)
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class Clocks:
         if not old:
             return problems
         part = self.saved.with_suffix(".part")
-        with part.open("w") as file:
+        with part.open("w", encoding="utf-8") as file:
             json.dump({**self._saved(), **old}, file)  # what could not be restored before is still to be restored
             file.flush()
             os.fsync(file.fileno())
@@ -150,7 +150,7 @@ class Clocks:
     def _saved(self) -> dict[str, Any]:
         """Governors by the clock's name; nothing where there is no such file, or not this program's."""
         try:
-            old = json.loads(self.saved.read_text())
+            old = json.loads(self.saved.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return old if isinstance(old, dict) else {}
@@ -186,7 +186,7 @@ def _read(path: Path) -> tuple[str | None, str]:
 
 def _set(path: Path, governor: str) -> list[str]:
     try:
-        path.write_text(governor)
+        path.write_text(governor, encoding="utf-8")
     except OSError as error:
         return ["{}: got {}, wanted {!r}".format(path, error.strerror, governor)]
     now = _read(path)[0]

@@ -105,7 +105,7 @@ class Store:
         if not path.is_file() or path.stat().st_size != size:
             return False
         note = self._note(sha)
-        if note.is_file() and note.read_text() == _stamp(path):
+        if note.is_file() and note.read_text(encoding="utf-8") == _stamp(path):
             os.utime(note)
             return True
         if sha256(path) != sha:
@@ -115,7 +115,7 @@ class Store:
         return True
 
     def _remember(self, sha: str) -> None:
-        self._note(sha).write_text(_stamp(self.folder / sha))
+        self._note(sha).write_text(_stamp(self.folder / sha), encoding="utf-8")
 
     def _make_room(self, size: int) -> None:
         """Remove the files that were used longest ago, if that makes a new one fit. Raises FileError if not."""

@@ -92,7 +92,7 @@ class Work:
         self, job: dict[str, Any], folder: Path, inlet: Any, progress: Callable[[str, str], None]
     ) -> tuple[Any, ...]:
         """What `_status` takes."""
-        (folder / JOB).write_text(json.dumps(job))
+        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
         kills = environment.oom_kills(self.root)
         self.child = child = _Child(self.command, folder)
         try:
@@ -148,7 +148,7 @@ class Work:
         if job["engine"] not in environment.ENGINES or util.find_spec(environment.ENGINES[job["engine"]]) is None:
             return _refused("engine_missing", "engine: got {!r}, not in this agent".format(job["engine"]))
         try:
-            contract = Contract.from_json((folder / "contract.json").read_text())
+            contract = Contract.from_json((folder / "contract.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             return _refused("contract", "contract.json: {}".format(error))
         if contract.digest != job["contract_digest"]:
@@ -177,7 +177,7 @@ class Work:
     def _artifact_refusal(self, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         """The artifact's own contract says what it was made of, and its custom string that it is that artifact."""
         try:
-            artifact = json.loads((folder / "artifact.json").read_text())
+            artifact = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
             identity, custom = artifact["identity"], artifact["custom_string"]
             wanted = {"graph": job["contract_digest"], "platform": job["platform"]}
             self.toolkit = str(identity["toolkit"])
@@ -332,7 +332,7 @@ def _holds(path: Path, text: bytes) -> bool:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

@@ -119,7 +119,7 @@ def first_token(timed: Timed, isolated: int, prompt: int) -> float | None:
 def peak_rss(status: Path = Path("/proc/self/status")) -> int | None:
     """The most memory that this program had in use (VmHWM; getrusage's value survives exec: it may be the parent's)."""
     try:
-        lines = status.read_text().splitlines()
+        lines = status.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM:")), None)

@@ -109,7 +109,7 @@ class Engine:
             text = (answer.text or b"").decode(errors="replace")
         finally:
             self.close()
-        (self.folder / TABLE).write_text(text)
+        (self.folder / TABLE).write_text(text, encoding="utf-8")
         return layertable.summary(text)
 
     def close(self) -> None:

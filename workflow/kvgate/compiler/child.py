@@ -51,7 +51,7 @@ def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> 
     kind: the request's class. work: gives the facts; raises Failure where the toolkit did not do it. What else it
     raises, as on a full disk, is `bug`: no result of the build, which may be right the next time.
     """
-    request = kind(**json.loads(Path(path).read_text()))
+    request = kind(**json.loads(Path(path).read_text(encoding="utf-8")))
     _die_with(request.parent)
     _flush_lines()
     if request.memory:
@@ -76,7 +76,7 @@ def main(path: str, kind: type[R], work: Callable[[R, Run], dict[str, Any]]) -> 
         "facts": facts,
     }
     part = Path(request.result + ".part")
-    part.write_text(json.dumps(result))
+    part.write_text(json.dumps(result), encoding="utf-8")
     part.replace(request.result)
     # No interpreter shutdown: freeing gigabytes with perturbed memory takes seconds.
     os._exit(0)
@@ -86,7 +86,7 @@ def build(request: Request, run: Run) -> dict[str, Any]:
     """Compile, hold the artifact to its contract, run the programs."""
     from kvgate.contract import Contract
 
-    contract = Contract.from_json(Path(request.contract).read_text())
+    contract = Contract.from_json(Path(request.contract).read_text(encoding="utf-8"))
     toolkit = compiled(request, run)
     from kvgate.compiler import artifact, gates
 

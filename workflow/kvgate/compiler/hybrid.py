@@ -28,13 +28,13 @@ def build(request: Request, toolkit: Any, opened: Callable[[], Any], call: Calla
     write_ranges(request, toolkit, call)
     stem = Path(request.graph).stem
     path = Path(ranges_file(request.graph))
-    settings = yaml.safe_load(path.read_text())
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     graph = onnx.load(f"{stem}.model", load_external_data=False).graph  # after all fusions
     ranges = settings["quantize_parameters"]
     products = _products(onnx.load(request.graph, load_external_data=False).graph)
     settings["custom_quantize_layers"] = choose(request.hybrid, _tensors(graph, ranges, products))
     _widen(ranges, {constant.name for constant in graph.initializer}, request.headroom)
-    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+    path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
     # The object of step 1 keeps state that breaks step 2.
     second = opened()
     call("hybrid step 2", lambda: second.hybrid_quantization_step2(f"{stem}.model", f"{stem}.data", str(path)))

@@ -81,7 +81,9 @@ class Snapshot:
 
     @cached_property
     def lines(self) -> list[Line]:
-        return parsed(self.folder / SNAPSHOT / "error_analysis.txt", lambda path: lines(path.read_text()))
+        return parsed(
+            self.folder / SNAPSHOT / "error_analysis.txt", lambda path: lines(path.read_text(encoding="utf-8"))
+        )
 
     @cached_property
     def files(self) -> dict[str, str]:
@@ -104,7 +106,7 @@ class Snapshot:
         if not path.is_file():
             return {}
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        read = parsed(path, lambda path: yaml.load(path.read_text(), loader), yaml.YAMLError)
+        read = parsed(path, lambda path: yaml.load(path.read_text(encoding="utf-8"), loader), yaml.YAMLError)
         # The list is from before a hybrid build's tensors were chosen: by patterns, which the list names then, or by
         # the toolkit. Its log, and so the build's record, has all of those in float16 and none in int16.
         chosen = (read["custom_quantize_layers"] or {}) | dict(self.hybrid)

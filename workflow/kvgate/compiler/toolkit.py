@@ -64,7 +64,7 @@ def compile(
     reader, writer = os.pipe()
     asked = replace(request, parent=os.getpid(), progress=writer)
     path = folder / "request.json"
-    path.write_text(json.dumps(asdict(asked)))
+    path.write_text(json.dumps(asdict(asked)), encoding="utf-8")
     started = time.monotonic()
     with log_file.open("wb") as out:
         process = subprocess.Popen(
@@ -84,7 +84,7 @@ def compile(
             os.close(reader)
             hung = process.poll() is None
             _kill(process)
-    text = log_file.read_text(errors="replace")
+    text = log_file.read_text(errors="replace", encoding="utf-8")
     outcome = _outcome(Path(request.result), process.returncode, last if hung else "", timeout, text, folder)
     return replace(outcome, findings=outcome.findings + log.findings(text))
 
@@ -148,7 +148,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _outcome(path: Path, code: int, hung: str, timeout: float, text: str, folder: Path) -> Outcome:
-    result = json.loads(path.read_text()) if path.is_file() else {}
+    result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if result.get("bug"):
         raise RuntimeError(f"in phase {result['phase']}: {result['bug']}")
     error = log.last_error(text)

@@ -61,7 +61,9 @@ def _hold_version(adb: str, port: int) -> None:
     server = _server(port)
     if server is None:
         return
-    text = subprocess.run([adb, "version"], capture_output=True, text=True, timeout=_ANSWER).stdout
+    text = subprocess.run(
+        [adb, "version"], capture_output=True, text=True, timeout=_ANSWER, encoding="utf-8", errors="replace"
+    ).stdout
     match = re.search(r"version 1\.0\.(\d+)", text)
     if match and int(match[1]) != server:
         raise ValueError(

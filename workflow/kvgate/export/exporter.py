@@ -64,7 +64,7 @@ def run(job: Job) -> dict[str, Any]:
             outputs=outputs,
             host_sha256=record.sha256(work / "host.npz"),
         )
-        (work / "contract.json").write_text(contract.to_json())
+        (work / "contract.json").write_text(contract.to_json(), encoding="utf-8")
         files = {}
         for name in ("weights.bin", "host.npz", "contract.json", "model.onnx"):
             (work / name).replace(job.folder / name)

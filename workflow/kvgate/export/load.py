@@ -16,7 +16,7 @@ from kvgate.record import blocked
 
 def config(folder: Path) -> Any:
     """The folder's config. Raises record.Blocked where such a model cannot work."""
-    refused = support.refusal(json.loads((folder / "config.json").read_text()))
+    refused = support.refusal(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     if refused:
         raise blocked("refused", refused)
     return AutoConfig.from_pretrained(folder)

@@ -77,7 +77,9 @@ def _download(requirement: str, name: str, into: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(into), requirement]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT, encoding="utf-8", errors="replace"
+        )
     except subprocess.TimeoutExpired as error:
         raise blocked("unreachable", f"{name}: got no wheel within {LIMIT} s") from error
     wheels = list(into.glob("*.whl"))

@@ -172,7 +172,7 @@ def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
     built = artifact.read(Path(request.artifact))
     if built.custom != request.custom:
         raise record.Blocked(f"artifact's custom string: got {built.custom!r}, allowed: {request.custom!r}")
-    table = log.table((job.folder / _LOG).read_text(errors="replace"))
+    table = log.table((job.folder / _LOG).read_text(errors="replace", encoding="utf-8"))
     contract = {"identity": _artifact(source), "custom_string": request.custom, "boundary": _boundary(built)}
     observations = job.folder / "observations"
     shutil.rmtree(observations, ignore_errors=True)
@@ -185,7 +185,7 @@ def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
 def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
     """The record, from the job's files alone: the same whether they were made now or came from the store."""
     built = artifact.read(job.folder / _MODEL)
-    text = (job.folder / _LOG).read_text(errors="replace")
+    text = (job.folder / _LOG).read_text(errors="replace", encoding="utf-8")
     figures = log.table(text).summary()
     memory = sum(figures[name] or 0 for name in ("weight_bytes", "internal_bytes")) + source.contract.history_bytes()
     boundary = _boundary(built)

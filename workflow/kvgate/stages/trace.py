@@ -183,7 +183,7 @@ def _how(given: list[int], count: int) -> dict[str, Any]:
 def _text(path: Path, name: str) -> str:
     if not path.is_file():
         raise blocked("text", f"text {name}: got no such file")
-    text = path.read_text().strip()
+    text = path.read_text(encoding="utf-8").strip()
     if not text:
         raise blocked("prompt", f"text {name}: got an empty text, allowed: at least one word")
     return text
