@@ -15,6 +15,7 @@ import pytest
 import standin
 from graphs import STRATEGIES, Model
 from kvgate import contract as c
+from kvgate import precise
 from kvgate.engines.simulator import Engine as Simulator
 from kvgate.observe import observe
 
@@ -158,16 +159,18 @@ def test_f13_positions_beyond_2048_are_exact(module):
 
 
 def test_f31_angles_come_from_tables(tmp_path):
-    """The host's cos and sin are the model's own bits at every position; made in float16 they are far off."""
+    """The host's cos and sin are the model's own in float64, rounded once; made in float16 they are far off."""
     import torch
     import transformers
 
     size = families.Size(head=16, heads=6, kv_heads=2, vocabulary=97, context=4096, window=5)
     model = Model.of(tmp_path, "llama", size)
     graph = model.export("cpu_managed", capacity=4096)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model.checkpoint)
-    rotary = reference.model.rotary_emb
-    cosine, sine = (x[0].numpy() for x in rotary(torch.zeros(1, 1, 1), torch.arange(4096)[None]))
+    with precise.float64():
+        reference = transformers.AutoModelForCausalLM.from_pretrained(model.checkpoint, dtype=torch.float64)
+        rotary = reference.model.rotary_emb
+        angles = rotary(torch.zeros(1, 1, 1), torch.arange(4096)[None])
+    cosine, sine = (x[0].numpy().astype(np.float32) for x in angles)
     np.testing.assert_array_equal(graph.tables["cosine.0"], cosine)
     np.testing.assert_array_equal(graph.tables["sine.0"], sine)
     inverse = rotary.inv_freq.numpy().astype(np.float16)

@@ -196,7 +196,7 @@ def test_a_row_whose_own_cache_was_not_run_to_its_last_slot_is_red(tmp_path):
     seen = {k: v for k, v in synthetic.observation(OF).items() if k.startswith("isolated/")}
     results.verify("capital", OF, seen, ("isolated",))
     integers = [{"name": t.name, "dtype": "int8"} for t in synthetic.contract().cache_inputs()]
-    results.write("build", synthetic.BUILD | {"boundary": {"inputs": integers}})  # no cause of this
+    results.built(synthetic.BUILD | {"boundary": {"inputs": integers}})  # no cause of this
     verdict = results.judge()
     assert verdict["cause"] == ""
     said = "own cache reached slot 0 of 23; a forced text of 23 tokens reaches the last"

@@ -7,7 +7,7 @@ import pytest
 from kvgate import record, reference
 from kvgate.observe import Trace
 from kvgate.stages import trace
-from tiny import fetched, random_source, trace_job, traced
+from tiny import edit, fetched, random_source, relist, trace_job, traced
 from tokenizers import AddedToken
 
 
@@ -70,6 +70,7 @@ def with_template(results, folder, template, tokens=()):
     other.add_tokens([AddedToken(x, special=True) for x in tokens])
     other.chat_template = template
     other.save_pretrained(folder / "models/tiny/checkpoint")
+    relist(folder / "models/tiny/checkpoint/manifest.json")
     return folder
 
 
@@ -111,7 +112,7 @@ def test_what_generate_would_do_otherwise_is_a_finding(results, tmp_path):
     other = with_template(results, tmp_path / "results", TURN, ["<|turn|>"])
     path = other / "models/tiny/checkpoint/generation_config.json"
     settings = {"repetition_penalty": 1.1, "suppress_tokens": [3, 4], "min_new_tokens": 0, "num_beams": 1}
-    record.write(path, record.read(path) | settings | {"do_sample": True, "temperature": 0.6})
+    edit(path, **settings, do_sample=True, temperature=0.6)
     findings = traced(other, "Hi", tmp_path, **CHAT)[0]["findings"]
     assert [x["kind"] for x in findings] == ["generation", "turn_end"]
     assert findings[0]["text"] == (
@@ -120,9 +121,7 @@ def test_what_generate_would_do_otherwise_is_a_finding(results, tmp_path):
     )
     assert findings[1]["text"].startswith("the chat template ends a turn with '<|turn|>', which no list of end ids has")
     assert traced(other, "A plain text of some length.", tmp_path, kind="text", tokens=16)[0]["findings"] == []
-    record.write(
-        path, record.read(path) | {"repetition_penalty": 1.0, "suppress_tokens": [], "eos_token_id": [257, 259]}
-    )
+    edit(path, repetition_penalty=1.0, suppress_tokens=[], eos_token_id=[257, 259])
     assert traced(other, "Hi", tmp_path, **CHAT)[0]["findings"] == []
     assert traced(results, "Hi", tmp_path, **CHAT)[0]["findings"] == []
 
@@ -212,6 +211,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(results, tokenizer, tmp_pat
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens([f"word{i:02}" for i in range(60)])  # ids 259 to 318 of a vocabulary of 300
     larger.save_pretrained(other / "models/tiny/checkpoint")
+    relist(other / "models/tiny/checkpoint/manifest.json")
     assert blocked(other, "word59", tmp_path, **CHAT) == "token id: got 318, allowed: 0 to 299"
     traced(other, "word00", tmp_path, **CHAT)
 

@@ -1,5 +1,6 @@
 """A tiny random llama as a source, and jobs without the workflow. Not a test itself."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def traced(results: Path, text: str, base: Path, **program: Any) -> tuple[dict[s
     (base / "text.txt").write_text(text)
     job = trace_job(results, {"text": "text.txt", "tokens": 8, **program}, base)
     return trace.run(job), job.folder / "trace.npz"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change a checkpoint's .json as if fetch had written it so."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    relist(path.with_name("manifest.json"))
 
 
 def relist(path: Path) -> None:

@@ -18,7 +18,7 @@ from kvgate.export import decoder, proto, residual
 from kvgate.export.spec import Spec
 from kvgate.observe import observe
 from kvgate.record import Blocked
-from tiny import relist
+from tiny import edit, relist
 
 CAPACITY = 8
 FILES = ("graph.json", "model.onnx", "contract.json", "host.npz", "weights.bin")
@@ -247,7 +247,7 @@ def test_angles_that_depend_on_the_length_are_refused_where_the_capacity_crosses
     longrope = {"rope_type": "longrope", "long_factor": [8.0] * size, "short_factor": [1.0] * size, "rope_theta": 1e4}
     model = Model.of(tmp_path, "phi3")
     path = model.checkpoint / "config.json"
-    record.write(path, record.read(path) | {"rope_parameters": longrope, "original_max_position_embeddings": 8})
+    edit(path, rope_parameters=longrope, original_max_position_embeddings=8)
     with pytest.raises(Blocked, match="rotary_emb: got other angles in a text of 9 tokens than in one of 2, "):
         model.export("cpu_managed", capacity=9)
     graph = model.export("cpu_managed", capacity=8)

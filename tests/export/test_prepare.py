@@ -17,6 +17,7 @@ from kvgate.export.spec import Spec
 from kvgate.job import Job
 from kvgate.record import Blocked
 from kvgate.stages import prepare
+from tiny import edit
 
 
 @pytest.fixture(scope="module")
@@ -205,12 +206,10 @@ def test_planning_needs_no_torch():
 
 def test_a_refused_model_is_blocked(llama, tmp_path):
     """Also where nobody looked at its config before."""
-    import json
     import shutil
 
     other = Model(tmp_path, "llama")
     shutil.copytree(llama.checkpoint, other.checkpoint)
-    config = json.loads((other.checkpoint / "config.json").read_text())
-    (other.checkpoint / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+    edit(other.checkpoint / "config.json", num_local_experts=8)
     with pytest.raises(Blocked, match="mixture of experts, allowed: dense decoders"):
         other.prepare("recipe")

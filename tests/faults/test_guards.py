@@ -103,7 +103,7 @@ GUARDS: dict[str, tuple[Off, Any, dict[str, Any]]] = {
         nothing(held, "hold", {}), FETCHED, of(inputs.folder, "a_weight_has_no_place"),
     ),
     "the dtypes of weights": (
-        lambda patch: patch.setattr(stored, "_OTHERS", {**stored._OTHERS, "F8_E4M3": "u1"}), FETCHED,
+        lambda patch: patch.setattr(stored, "_TYPES", {**stored._TYPES, "F8_E4M3": "u1"}), FETCHED,
         of(inputs.folder, "weights_are_float8_and_nothing_says_so"),
     ),
     "adapters": (nothing(folder, "_no_adapter"), FETCHED, of(inputs.folder, "an_adapter_lies_beside_the_model")),

@@ -59,7 +59,7 @@ def the_config_has_more_layers_than_the_file(path: Path) -> None:
     reconfigured(path, num_hidden_layers=4, layer_types=["full_attention"] * 4)
 
 
-@folder(says=r"weight_scale|I8")
+@folder(says=r"down_proj.weight: got integers")
 def weights_are_int8_and_nothing_says_so(path: Path) -> None:
     def change(x: Tensors) -> None:
         name = "model.layers.0.mlp.down_proj.weight"

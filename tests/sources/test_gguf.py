@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tiny_gguf
 import torch
-from kvgate import record, reference
+from kvgate import precise, record, reference
 from kvgate.sources import gguf, random
 from tiny import LLAMA, fetched, random_source
 
@@ -145,8 +145,8 @@ def made(**config):
 
 
 def logits(model):
-    with torch.inference_mode():
-        return model(torch.arange(48)[None]).logits.numpy()
+    with torch.inference_mode(), precise.float64():
+        return model.double()(torch.arange(48)[None]).logits.numpy()
 
 
 def through(model, folder, edit=id):

@@ -62,7 +62,7 @@ def write(
     writer.add_vocab_size(config.vocab_size)
     _tokenizer(writer, config.vocab_size)
     for name, tensor in model.state_dict().items():
-        _tensor(writer, name, tensor.numpy(), config)
+        _tensor(writer, name, tensor.float().numpy(), config)
     edit(writer)
     for entries in (*writer.kv_data, *writer.tensors):
         for name in [x for x in entries if without in x]:

@@ -26,8 +26,10 @@ class Drawn(TorchDispatchMode):
             return self._normal(*args)
         if function is torch.ops.aten.uniform_.default:
             return self._uniform(*args)
+        if function is torch.ops.aten.rand.default:
+            return self._uniform(torch.empty(*args, **(kwargs or {})))
         if torch.Tag.nondeterministic_seeded in function.tags:
-            raise ValueError(f"random numbers: got {function}, allowed: normal_ and uniform_")
+            raise ValueError(f"random numbers: got {function}, allowed: normal_, uniform_ and rand")
         return function(*args, **(kwargs or {}))
 
     def _normal(self, tensor: Tensor, mean: float = 0.0, deviation: float = 1.0) -> Tensor:
