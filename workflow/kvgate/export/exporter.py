@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from kvgate import contract as c
-from kvgate import precise, record, reference
+from kvgate import record, reference
 from kvgate.export import support
 from kvgate.job import Job
 
@@ -39,11 +39,9 @@ def run(job: Job) -> dict[str, Any]:
     folder = job.checkpoint()
     own = support.attention(transformers.AutoConfig.from_pretrained(folder, local_files_only=True).to_dict())
     implementation = None if strategy["module"] == "hf_export" else own  # None: transformers' default
-    with precise.float64():  # the frequencies of its angles, rounded once, are the same on every PC
-        exact = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation=implementation, local_files_only=True
-        )
-    model = exact.float().eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=implementation, local_files_only=True
+    ).eval()
     work = job.folder / ".exporter"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
