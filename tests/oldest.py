@@ -49,7 +49,8 @@ def takes(python: str, folder: Path) -> bool:
         assert remote.hello()["python"].startswith(f"{VERSION}.")
         if not numpy:
             return False
-        assert remote.run(rig.job(), rig.files())["ok"]
+        status = remote.run(rig.job(), rig.files())
+        assert status["ok"], status
     package = Path(environment.__file__).parents[2]
     imported = subprocess.run([python, "-c", _IMPORTS], cwd=package, capture_output=True, text=True)
     assert imported.returncode == 0, imported.stderr
