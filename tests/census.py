@@ -55,7 +55,11 @@ def judge(family: str, folder: Path) -> Row:
     try:
         config = families.config(family)
     except Exception as why:  # a config class that does not take the common keys: some are refused whatever they say
-        config, reason = transformers.CONFIG_MAPPING[family](), f"no tiny config: {_line(why)}"
+        reason = f"no tiny config: {_line(why)}"
+        try:
+            config = transformers.CONFIG_MAPPING[family]()
+        except Exception:  # transformers' own defaults contradict each other
+            return Row(family, "", "not tried", reason)
     refused = support.refusal(json.loads(config.to_json_string(use_diff=False)))
     if refused:
         return Row(family, "", "refused", refused)
@@ -74,6 +78,8 @@ def judge(family: str, folder: Path) -> Row:
         return _ran(family, model, wanted)
     except (Blocked, ValueError) as why:
         return Row(family, "", "refused", _line(why))
+    except Exception as why:  # of torch's exporter; a row of it would be blocked by this
+        return Row(family, "", "fails", f"{type(why).__name__}: {_line(why)}")
 
 
 def _ran(family: str, model: graphs.Model, wanted: list[int]) -> Row:

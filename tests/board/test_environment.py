@@ -120,10 +120,10 @@ def test_without_permission_each_clock_is_told_and_nothing_else_happens(tmp_path
     root, saved = tree(tmp_path / "root"), tmp_path / "clocks.json"
     before, clocks, write = governors(root), environment.Clocks(saved, root), Path.write_text
 
-    def closed(path: Path, text: str) -> int:
+    def closed(path: Path, text: str, **how: str) -> int:
         if "governor" in path.name:
             raise PermissionError(13, "Permission denied")
-        return write(path, text)
+        return write(path, text, **how)
 
     monkeypatch.setattr(Path, "write_text", closed)
     problems = clocks.pin()
@@ -134,7 +134,7 @@ def test_without_permission_each_clock_is_told_and_nothing_else_happens(tmp_path
 
 def test_a_governor_that_the_kernel_does_not_take_is_told(tmp_path, monkeypatch):
     root = tree(tmp_path / "root")
-    monkeypatch.setattr(Path, "write_text", lambda path, text: 0)
+    monkeypatch.setattr(Path, "write_text", lambda path, text, **how: 0)
     problems = environment.Clocks(tmp_path / "clocks.json", root).pin()
     assert "got 'rknpu_ondemand', wanted 'performance'" in problems[0]
 
@@ -144,7 +144,9 @@ def test_what_could_not_be_given_back_is_tried_again(tmp_path, monkeypatch):
     before, clocks, write = governors(root), environment.Clocks(saved, root), Path.write_text
     clocks.pin()
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", lambda path, text: 0 if "dmc" in str(path) else write(path, text))
+        patch.setattr(
+            Path, "write_text", lambda path, text, **how: 0 if "dmc" in str(path) else write(path, text, **how)
+        )
         assert len(clocks.restore()) == 1
     assert governors(root) == before | {"dmc": "performance"}
     clocks.pin()  # must not take `performance` for what was there

@@ -285,10 +285,10 @@ def test_clocks_are_only_recorded_unless_asked_for(board):
 def test_without_permission_the_row_runs_and_says_so(board, monkeypatch):
     write = Path.write_text
 
-    def closed(path: Path, text: str) -> int:
+    def closed(path: Path, text: str, **how: str) -> int:
         if path.name.endswith("governor"):
             raise PermissionError(13, "Permission denied")
-        return write(path, text)
+        return write(path, text, **how)
 
     monkeypatch.setattr(Path, "write_text", closed)
     board.job["clocks"] = "pin"

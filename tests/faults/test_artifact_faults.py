@@ -71,11 +71,11 @@ def logits_are_noisy_at_one_step(sweep: Sweep) -> None:
         logits += (0.006 * np.linalg.norm(logits - logits.mean()) / np.linalg.norm(noise) * noise).astype(np.float32)
 
 
-@fault(None, "logits", 7, history="forced", gate="top1")
+@fault(None, "logits", 6, history="forced", gate="top1")
 def one_best_token_is_another(sweep: Sweep) -> None:
     """By a hair, far below the gate of the logits, but beyond what the logits' own error explains."""
     with observed(sweep) as seen:
-        logits = seen["forced/logits"][7]
+        logits = seen["forced/logits"][6]
         best, second = np.argsort(logits)[::-1][:2]
         logits[second] = logits[best] + 1e-3
 

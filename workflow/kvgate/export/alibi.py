@@ -24,7 +24,7 @@ def bias(layer: Layer, columns: int, capacity: int, position: Any, form: str) ->
     table = rounded(layer.slopes, capacity) * np.float32(layer.bfloat16)
     # The query's own row by a product with 0, .., 1, .., 0: a Gather would run on the CPU.
     found = torch.relu(1 - (torch.arange(capacity, dtype=torch.float32) - position).abs()).view(1, -1)
-    own = (found @ torch.from_numpy(np.ascontiguousarray(table.T))).view(shape)
+    own = (found @ torch.from_numpy(np.ascontiguousarray(table.T)).to(found)).view(shape)  # float64 while preparing
     keys = np.zeros((len(table), columns), np.float32)
     keys[:, :capacity] = table[:, :columns]
     return torch.from_numpy(keys).view(*shape[:-1], columns) - own * torch.from_numpy(moves)
