@@ -7,7 +7,10 @@ import pytest
 from system import debian
 
 pytestmark = pytest.mark.system
-LIBRARIES = ("libblas.so.3", "liblapack.so.3", "libgfortran.so.5", "libquadmath.so.0")  # what numpy is linked to
+LIBRARIES = (  # what numpy and ctypes are linked to
+    *("libblas.so.3", "liblapack.so.3", "libgfortran.so.5", "libquadmath.so.0"),
+    "libffi.so.7",
+)
 
 
 @pytest.fixture
