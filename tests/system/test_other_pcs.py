@@ -35,7 +35,7 @@ def test_another_pc_makes_the_same(pcs, cpu):
 
 
 def test_emulated_pcs_make_the_same_artifact(pcs):
-    """This machine's may differ from theirs: with AVX-512, ONNX Runtime's calibration gives a scale another last digit."""
+    """This machine's may differ: with AVX-512 ONNX Runtime's calibration gives a scale another last digit."""
     (made,) = {pcs[cpu]["w8a8"] for cpu in CPUS}
     assert not made.startswith("not comparable")
     if AVX512 not in Path("/proc/cpuinfo").read_text():
