@@ -93,7 +93,7 @@ def disk(monkeypatch, free):
 
 def test_no_space_is_said_before_anything_is_written(store, monkeypatch):
     disk(monkeypatch, 1 << 20)
-    with pytest.raises(files.FileError, match=r"needs 10240\.0 MiB, 1\.0 MiB free") as error:
+    with pytest.raises(files.FileError, match=r"needs 10240\.0 MiB and 16\.0 to spare, 1\.0 MiB free") as error:
         store.put(SHA, 10 << 30, 0, b"")
     assert error.value.kind == "no_space" and not list(store.folder.iterdir())
 

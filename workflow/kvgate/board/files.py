@@ -123,7 +123,7 @@ class Store:
         old = [x for x in notes if x.stem not in self.wanted and (self.folder / x.stem).is_file()]
         lacking = size + _SPARE - shutil.disk_usage(self.folder).free
         if lacking > sum((self.folder / x.stem).stat().st_size for x in old):
-            raise FileError("no_space", self._space(size))
+            raise FileError("no_space", self._space(size, " and {:.1f} to spare".format(_SPARE / 2**20)))
         for note in old:
             if lacking <= 0:
                 return
@@ -131,9 +131,9 @@ class Store:
             (self.folder / note.stem).unlink()
             note.unlink()
 
-    def _space(self, size: int) -> str:
+    def _space(self, size: int, spare: str = "") -> str:
         free = shutil.disk_usage(self.folder).free
-        return "{}: needs {:.1f} MiB, {:.1f} MiB free".format(self.folder, size / 2**20, free / 2**20)
+        return "{}: needs {:.1f} MiB{}, {:.1f} MiB free".format(self.folder, size / 2**20, spare, free / 2**20)
 
     def _part(self, sha: str) -> Path:
         return self.folder / (sha + ".part")
