@@ -57,7 +57,7 @@ preflight: $(STAMP)
 
 # First whether the lock can be installed here at all; then one make at a time.
 $(STAMP): envs/lock.txt
-	@$(PYTHON) -I workflow/kvgate/preflight.py
+	@$(PYTHON) -I workflow/kvgate/tools/preflight.py
 	@flock .venv.lock $(MAKE) --no-print-directory _venv
 
 # A copy of the lock, written last: an interrupted installation has none and starts over.

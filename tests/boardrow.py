@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import tinygraph
-from kvgate import record
-from kvgate.job import Job, record_path
+from kvgate.jobs import record
+from kvgate.jobs.job import Job, record_path
 
 WILDCARDS = {
     "model": "tiny", "weights": "plain", "strategy": "s", "platform": "host", "quant": "fp32", "part": "decode",

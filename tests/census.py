@@ -16,10 +16,10 @@ import families
 import graphs
 import torch
 import transformers
-from kvgate import record, reference
-from kvgate.export import support
+from kvgate.checkpoint import reference, refusals
+from kvgate.jobs import record
+from kvgate.jobs.record import Blocked
 from kvgate.observe import observe
-from kvgate.record import Blocked
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 PAGE = Path(__file__).with_name("FAMILIES.md")
@@ -60,7 +60,7 @@ def judge(family: str, folder: Path) -> Row:
             config = transformers.CONFIG_MAPPING[family]()
         except Exception:  # transformers' own defaults contradict each other
             return Row(family, "", "not tried", reason)
-    refused = support.refusal(json.loads(config.to_json_string(use_diff=False)))
+    refused = refusals.refusal(json.loads(config.to_json_string(use_diff=False)))
     if refused:
         return Row(family, "", "refused", refused)
     if reason:

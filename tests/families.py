@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from kvgate import record, reference
-from kvgate.export import support
+from kvgate.checkpoint import reference, refusals
+from kvgate.jobs import record
 from kvgate.observe import Trace
 
 
@@ -167,7 +167,7 @@ def model(family: str, size: Size = TINY, layers: int = 2, seed: int = 0) -> tra
     """The random model in float32, attention as the reference has it, eval."""
     torch.manual_seed(seed)
     chosen = config(family, size, layers)
-    attention = support.attention(chosen.to_dict())
+    attention = refusals.attention(chosen.to_dict())
     made = transformers.AutoModelForCausalLM.from_config(chosen, attn_implementation=attention)
     made = made.float().eval()
     generator = torch.Generator().manual_seed(seed)

@@ -9,10 +9,10 @@ from typing import Any
 
 import families
 import numpy as np
-from kvgate import record
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
 from kvgate.observe import Trace
 from kvgate.stages import build, export, prepare
 from kvgate.strategies.host import Host

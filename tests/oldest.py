@@ -8,8 +8,8 @@ import zipfile
 from pathlib import Path
 
 from board import rig
-from kvgate import agent_zip
 from kvgate.board import environment
+from kvgate.remote import agent_zip
 
 VERSION = "3.9"
 # Where pyenv and uv keep theirs: they need not be on the path.

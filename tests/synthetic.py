@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import yaml
-from kvgate import behaviour, record
 from kvgate import contract as c
-from kvgate.job import Job, record_path
+from kvgate.jobs import record
+from kvgate.jobs.job import Job, record_path
+from kvgate.judging import behaviour
 from kvgate.observe import Trace, planned
 from kvgate.stages import judge, tabulate, verify
 

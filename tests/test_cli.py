@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvgate import config, keys
 from kvgate.contract import canonical
-from kvgate.job import RECORDS
+from kvgate.jobs import keys
+from kvgate.jobs.job import RECORDS
+from kvgate.planning import config
 
 BASE = Path(__file__).parents[1]
 
@@ -79,7 +80,8 @@ def test_gate_fails_while_rows_are_missing(tmp_path):
     assert done.returncode == 1
 
 
-HEAVY = "import sys, kvgate.plan, kvgate.progress; print(sorted({'torch', 'onnx', 'numpy', 'rknn'} & set(sys.modules)))"
+HEAVY = """import sys, kvgate.planning.plan, kvgate.report.progress
+print(sorted({'torch', 'onnx', 'numpy', 'rknn'} & set(sys.modules)))"""
 
 
 def test_planning_imports_nothing_heavy():

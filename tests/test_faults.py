@@ -15,7 +15,7 @@ import pytest
 import standin
 from graphs import STRATEGIES, Model
 from kvgate import contract as c
-from kvgate import precise
+from kvgate.checkpoint import precise
 from kvgate.engines.simulator import Engine as Simulator
 from kvgate.observe import observe
 

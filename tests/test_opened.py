@@ -16,9 +16,10 @@ import boardrow
 import numpy as np
 import pytest
 import tinygraph
-from kvgate import hosts, record, selftests
 from kvgate.contract import Contract
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record
+from kvgate.jobs.job import Job
+from kvgate.remote import selftests
 from kvgate.stages import accuracy, build, check, diagnose, export, judge, prepare, probe, run, selftest, trace, verify
 from onnx import external_data_helper
 from synthetic import THRESHOLDS
@@ -260,7 +261,7 @@ def test_a_contract_is_held_to_its_digest_and_to_its_tables(rows, what):
     changed = {"contract": "0" * 64} if what == "contract" else {"files": exported["files"] | {"host.npz": "0" * 64}}
     record.write(job.inputs["export"], exported | changed)
     with pytest.raises(record.Blocked, match=r"contract\.json is not what export wrote"):
-        hosts.contract(checked(rows))
+        graph_files.contract(checked(rows))
 
 
 @pytest.mark.parametrize("label", ["export", "check", "verify", "build"])

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvgate import record
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
 from kvgate.stages import fetch, trace
 
 LLAMA: dict[str, Any] = {

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import onnx
 from kvgate import contract as c
-from kvgate import record
 from kvgate.engines import onnxruntime as engine
-from kvgate.job import Job, record_path
+from kvgate.jobs import record
+from kvgate.jobs.job import Job, record_path
 from kvgate.observe import Trace
 from kvgate.strategies.cpu_managed.host import Host
 from onnx import helper, numpy_helper

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from graphs import Model
-from kvgate import behaviour, record
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.judging import behaviour
 from kvgate.stages import check, judge, tabulate, trace, verify
 from synthetic import THRESHOLDS
 from tiny import fetched, random_source, trace_job, traced

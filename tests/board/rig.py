@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import standin
-from kvgate import agent_zip
 from kvgate import contract as c
 from kvgate.board import wire
+from kvgate.remote import agent_zip
 
 GHZ = 1_000_000_000
 STRATEGY = "cpu_managed"

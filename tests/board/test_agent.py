@@ -16,8 +16,8 @@ from pathlib import Path
 import oldest
 import pytest
 import rig
-from kvgate import agent_zip
 from kvgate.board import agent, environment, wire
+from kvgate.remote import agent_zip
 
 HANG = {"4": ["hang"]}
 LIMITS = {"load": 60, "step": 60}

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import rig
 import tinygraph
-from kvgate import agent_zip
 from kvgate import contract as c
 from kvgate.board.child import Coming
 from kvgate.observe import Trace, observe
+from kvgate.remote import agent_zip
 from kvgate.strategies.cpu_managed.host import Host
 
 

@@ -124,7 +124,7 @@ def norms() -> dict[str, Any]:
 
 def sessions() -> dict[str, Any]:
     """The simulator's outputs with its own sessions and with ours, bit for bit, at several inputs."""
-    from kvgate.engines import sessions
+    from kvgate.engines import contiguous
 
     shape = [1, 1, 64]
     rng = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def sessions() -> dict[str, Any]:
         return [toolkit.inference(inputs=[x])[0].tobytes() for x in feeds]
 
     plain = outputs()
-    kind = sessions.install(["x"])
+    kind = contiguous.install(["x"])
     return {"equal": outputs() == plain, "different": len(set(plain)), "kept": kind.kept}
 
 
@@ -169,13 +169,13 @@ def groups() -> dict[str, float]:
 
     Of a convolution over (1, 4) positions a group is 32 channels at all of them.
     """
-    from kvgate.export import grid
+    from kvgate.prepare import int4_grid
 
     rng, positions = np.random.default_rng(0), 4
     weight = (rng.normal(size=(64 * positions, 48)) * np.exp(rng.normal(size=(64 * positions, 1)))).astype(np.float32)
     moved = {}
     for name, rows in (("matrix", 32), ("convolution", 32 * positions), ("convolution_by_rows", 32)):
-        on_grid = grid.nearest(weight, rows)
+        on_grid = int4_grid.nearest(weight, rows)
         whole = name == "matrix"
         shape = [1, 1, len(weight)] if whole else [1, 64, 1, positions]
         stored = on_grid if whole else np.ascontiguousarray(on_grid.T).reshape(48, 64, 1, positions)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tinygraph
-from kvgate.compiler import artifact, gates, risks
+from kvgate.compiler import artifact, requirements, risks
 from kvgate.compiler.artifact import Tensor
 
 ADDRESS = 0x5555
@@ -156,17 +156,17 @@ def built(**changes: tuple) -> artifact.Artifact:
 
 
 def test_gates_pass_what_is_right() -> None:
-    assert gates.artifact(built(), tinygraph.contract(), "fp16") == []
+    assert requirements.artifact(built(), tinygraph.contract(), "fp16") == []
 
 
 def test_gates_name_what_is_missing_and_what_is_out_of_order() -> None:
     boundary, whole = tinygraph.contract(), built()
-    found = gates.artifact(built(inputs=whole.inputs[1:]), boundary, "fp16")
+    found = requirements.artifact(built(inputs=whole.inputs[1:]), boundary, "fp16")
     assert found[0]["kind"] == "missing" and "'embedding': not in the artifact, nothing uses it" in found[0]["text"]
-    found = gates.artifact(built(outputs=whole.outputs[:-1]), boundary, "fp16")
+    found = requirements.artifact(built(outputs=whole.outputs[:-1]), boundary, "fp16")
     assert found[0]["tensor"] == "value.1.out" and "equal to another output" in found[0]["text"]
     swapped = (*whole.inputs[:2], whole.inputs[3], whole.inputs[2], *whole.inputs[4:])
-    assert gates.artifact(built(inputs=swapped), boundary, "fp16")[0]["kind"] == "order"  # K and V share a shape
+    assert requirements.artifact(built(inputs=swapped), boundary, "fp16")[0]["kind"] == "order"  # K and V share a shape
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_gates_name_what_is_missing_and_what_is_out_of_order() -> None:
 def test_gates_name_dtype_layout_and_shape(change: dict, quant: str, kind: str) -> None:
     whole = built()
     bad = (*whole.inputs[:2], replace(whole.inputs[2], **change), *whole.inputs[3:])
-    found = gates.artifact(built(inputs=bad), tinygraph.contract(), quant)
+    found = requirements.artifact(built(inputs=bad), tinygraph.contract(), quant)
     assert [(x["kind"], x["tensor"]) for x in found] == [(kind, "key.0")]
     if kind == "dtype" and change["dtype"] == "int8":
-        assert gates.artifact(built(inputs=bad), tinygraph.contract(), "w8a8") == []
+        assert requirements.artifact(built(inputs=bad), tinygraph.contract(), "w8a8") == []
 
 
 def test_risks_of_the_tiny_graph() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from graphs import Graph, Model, relative
-from kvgate import reference
+from kvgate.checkpoint import reference
 from kvgate.observe import Trace
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ import onnx
 import pytest
 import yaml
 from graphs import Model, relative
-from kvgate import record
 from kvgate.compiler import hybrid
 from kvgate.compiler.hybrid import Tensor
 from kvgate.compiler.request import Failure
+from kvgate.jobs import record
 from onnx import helper
 
 QUANTS = yaml.safe_load((Path(__file__).parents[2] / "config/quants.yaml").read_text())

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvgate import record
 from kvgate.compiler import snapshot
+from kvgate.jobs import record
 
 TABLE = """# simulator_error: ...
 layer_name                                 simulator_error

@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 from kvgate import contract as c
-from kvgate import record
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
 from kvgate.export import exporter
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
 from kvgate.observe import observe
 from kvgate.strategies.dynamic_concat.host import Host as ConcatHost
 from kvgate.strategies.hf_export.host import Host as HfHost

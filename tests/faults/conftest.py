@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvgate import record, reference
+from kvgate.checkpoint import reference
 from kvgate.compiler import toolkit
+from kvgate.jobs import record
 from planting import CHIP, HOST, INT8, Sweep
 from tiny import fetched, random_source
 

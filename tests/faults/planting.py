@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvgate import record
 from kvgate.__main__ import main
-from kvgate.job import RECORDS, record_path
-from kvgate.plan import Plan
+from kvgate.jobs import record
+from kvgate.jobs.job import RECORDS, record_path
+from kvgate.planning.plan import Plan
 
 BASE = Path(__file__).parents[2]
 SLOTS, WINDOW, LAYERS = 32, 6, 3

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from kvgate import record
 from kvgate.contract import Contract, canonical
+from kvgate.jobs import record
 from onnx import helper, numpy_helper
 from planting import Sweep
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvgate.config import ConfigError
+from kvgate.planning.config import ConfigError
 from planting import CHIP, HOST, INT8, PROGRAMS, SLOTS, Faults, Sweep, config, red, shipped
 from test_artifact_faults import observed
 

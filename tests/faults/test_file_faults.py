@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvgate import audit, bundle, progress, record, store
+from kvgate.jobs import record, store
+from kvgate.planning import audit
+from kvgate.report import bundle, progress
 from planting import CHIP, INT8, Sweep, config, shipped
 
 # Stage and file, and the stages that open it.

@@ -16,9 +16,12 @@ import test_file_faults as files
 import test_graph_faults as graphs
 import test_host_faults as hosts
 import test_input_faults as inputs
-from kvgate import bundle_row, compare, gates, gguffile, held, judged, metrics, record, store, stored, symptoms
-from kvgate import config as configs
-from kvgate.job import Job
+from kvgate.checkpoint import gguf_file, held, stored
+from kvgate.jobs import record, store
+from kvgate.jobs.job import Job
+from kvgate.judging import compare, gates, judged, metrics, symptoms
+from kvgate.planning import config as configs
+from kvgate.report import bundle_row
 from kvgate.sources import folder
 from kvgate.stages import build, check, trace
 from kvgate.strategies import host
@@ -108,7 +111,7 @@ GUARDS: dict[str, tuple[Off, Any, dict[str, Any]]] = {
     ),
     "adapters": (nothing(folder, "_no_adapter"), FETCHED, of(inputs.folder, "an_adapter_lies_beside_the_model")),
     "a whole GGUF file": (
-        nothing(gguffile.File, "check"), inputs.test_a_gguf_file_is_refused_by_name,
+        nothing(gguf_file.File, "check"), inputs.test_a_gguf_file_is_refused_by_name,
         of(inputs.file, "two_parts_one_after_the_other"),
     ),
     "special tokens in a prompt": (

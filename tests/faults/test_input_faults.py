@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from kvgate import record
-from kvgate.config import ConfigError
+from kvgate.jobs import record
+from kvgate.planning.config import ConfigError
 from planting import INT8, PROGRAMS, SLOTS, Faults, Sweep, config, red
 from safetensors.torch import load_file, save_file
 from sources import tiny_gguf

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from kvgate import record
+from kvgate.jobs import record
 from kvgate.sources import folder
 from tiny import fetched
 

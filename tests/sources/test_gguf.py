@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 import tiny_gguf
 import torch
-from kvgate import precise, record, reference
+from kvgate.checkpoint import precise, reference
+from kvgate.jobs import record
 from kvgate.sources import gguf, random
 from tiny import LLAMA, fetched, random_source
 

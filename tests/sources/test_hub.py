@@ -1,5 +1,5 @@
 import pytest
-from kvgate import record
+from kvgate.jobs import record
 from kvgate.sources import hub
 from tiny import fetched
 

@@ -5,7 +5,8 @@ import zipfile
 
 import pytest
 import tiny_gguf
-from kvgate import record, reference
+from kvgate.checkpoint import reference
+from kvgate.jobs import record
 from kvgate.sources import package
 from tiny import fetched, random_source
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from kvgate import record, reference
+from kvgate.checkpoint import reference
+from kvgate.jobs import record
 from kvgate.sources import random
 from tiny import LLAMA, random_source
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvgate import calibration, config, record
-from kvgate.compiler import artifact
+from kvgate.compiler import artifact, calibration
 from kvgate.contract import Contract
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.planning import config
 from kvgate.stages import build, export, prepare
 from kvgate.strategies.cpu_managed.host import Host
 from tiny import fetched, random_source, traced

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import standin
 from board import rig
-from kvgate import agent_zip
 from kvgate import contract as c
 from kvgate.observe import Trace
-from kvgate.session import Limits, Session
+from kvgate.remote import agent_zip
+from kvgate.remote.session import Limits, Session
 from system import arm64, double
 
 SLOW = Limits(connect=120, answer=240)  # an emulator on a busy machine

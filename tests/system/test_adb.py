@@ -9,10 +9,10 @@ from typing import Any
 import boardrow
 import numpy as np
 import pytest
-from kvgate import record
-from kvgate.drivers import adb
-from kvgate.job import Job
-from kvgate.session import Limits, Lost, Session
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.remote.drivers import adb
+from kvgate.remote.session import Limits, Lost, Session
 from kvgate.stages import run
 from system import adb_double, sshd
 from system.adb_double import ADB, VERSION, Double

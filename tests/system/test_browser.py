@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import tinyrow
-from board.serving import HI, ROUTE, Served
+from serving.served import HI, ROUTE, Served
 
 pytestmark = pytest.mark.system
 FLAGS = (

@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 import tinyrow
-from kvgate.board.context import Context, Options, Run
 from kvgate.contract import Contract
+from kvgate.serving.context import Context, Options, Run
 from kvgate.strategies.cpu_managed.host import Host
 from system import double, rows
 
@@ -82,8 +82,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from kvgate.board import bundled, serve, worker
-from kvgate.board.context import Options, Run
-from kvgate.board.terminal import Terminal
+from kvgate.serving.context import Options, Run
+from kvgate.serving.terminal import Terminal
 folder = Path(sys.argv[1])
 args = serve.parser(folder).parse_args(["--backend", sys.argv[2]])
 terminal = Terminal()

@@ -16,12 +16,14 @@ from typing import Any
 import boardrow
 import numpy as np
 import pytest
-from kvgate import agent_zip, bench_boards, record
-from kvgate.drivers import ssh
-from kvgate.job import Job
-from kvgate.link import Limits
-from kvgate.session import Lost, Session
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.remote import agent_zip
+from kvgate.remote.drivers import ssh
+from kvgate.remote.link import Limits
+from kvgate.remote.session import Lost, Session
 from kvgate.stages import run
+from kvgate.tools import bench_boards
 from system import sshd
 
 pytestmark = pytest.mark.system

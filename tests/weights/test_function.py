@@ -8,10 +8,12 @@ import families
 import graphs
 import numpy as np
 import pytest
-from kvgate import metrics, record, sweep
-from kvgate.export import grid
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.judging import metrics
 from kvgate.observe import observe
+from kvgate.planning import sweep
+from kvgate.prepare import int4_grid
 from kvgate.stages import check, export, prepare
 from kvgate.weights import fold, rotate, scale
 from tiny import relist
@@ -193,8 +195,8 @@ def test_an_output_projection_that_is_a_convolution_is_a_matrix_too(tmp_path):
         width, channels, _, positions = made.body["tensors"][name]["shape"]
         assert (channels, positions) == (16, {"gemma3_text": 4, "llama_g8": 8}[family])
         first = made.tensor(name).reshape(width, -1).T
-        assert np.abs(first - grid.nearest(first, 16 * positions)).max() < 1e-6
-        assert np.abs(first - grid.nearest(first, 16)).max() > 1e-3
+        assert np.abs(first - int4_grid.nearest(first, 16 * positions)).max() < 1e-6
+        assert np.abs(first - int4_grid.nearest(first, 16)).max() > 1e-3
         assert (name in made.body["sums"]) is (step == "split2")
 
 

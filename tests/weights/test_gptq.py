@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvgate.export import grid
+from kvgate.prepare import int4_grid
 from kvgate.weights import gptq, split2
 
 
@@ -17,7 +17,7 @@ def data(rows=96, columns=40, seed=0):
 
 def off_grid(weight, group):
     """How far a matrix is from its own grid, relative to its scale."""
-    return np.abs(grid.nearest(weight, group) - weight).max() / np.abs(weight).max()
+    return np.abs(int4_grid.nearest(weight, group) - weight).max() / np.abs(weight).max()
 
 
 @pytest.mark.parametrize("group", [0, 32])
@@ -33,7 +33,10 @@ def test_gptq_is_nearer_than_the_nearest_point(group):
     want = x @ weight
     error = {
         name: np.linalg.norm(x @ made - want)
-        for name, made in (("gptq", gptq.linear("w", weight, gram, group)[0]), ("nearest", grid.nearest(weight, group)))
+        for name, made in (
+            ("gptq", gptq.linear("w", weight, gram, group)[0]),
+            ("nearest", int4_grid.nearest(weight, group)),
+        )
     }
     assert error["gptq"] < 0.8 * error["nearest"]
 
@@ -52,8 +55,8 @@ def test_split2_adds_up_and_both_terms_are_on_the_grid_within_int8(seed, group):
     assert np.allclose(first + second, weight, atol=1e-6)
     assert off_grid(first, group) < 1e-6
     # The second term holds what is left of half a step of the first, in steps a fourteenth as large.
-    step = grid.scales(weight, group)
-    left = np.abs(grid.nearest(second, group) - second).reshape(len(step), -1, 5)
+    step = int4_grid.scales(weight, group)
+    left = np.abs(int4_grid.nearest(second, group) - second).reshape(len(step), -1, 5)
     assert (left <= step / 28 * (1 + 1e-4)).all()
 
 
@@ -67,8 +70,8 @@ def test_searched_scales_lose_less_than_the_largest():
     _, weight, gram = data()
     energy = np.diag(gram)
     scale = gptq._scales(weight, group, energy)
-    assert (scale <= grid.scales(weight, group)).all() and (scale < grid.scales(weight, group)).any()
+    assert (scale <= int4_grid.scales(weight, group)).all() and (scale < int4_grid.scales(weight, group)).any()
     parts = weight.reshape(3, 32, 40)
     points = np.clip(np.rint(parts / scale), -7, 7) * scale
     lost = ((points.reshape(weight.shape) - weight) ** 2).T @ energy
-    assert lost.sum() < 0.97 * (((grid.nearest(weight, group) - weight) ** 2).T @ energy).sum()
+    assert lost.sum() < 0.97 * (((int4_grid.nearest(weight, group) - weight) ** 2).T @ energy).sum()

@@ -7,7 +7,7 @@ import families
 import numpy as np
 import pytest
 import yaml
-from kvgate import metrics
+from kvgate.judging import metrics
 from kvgate.stages import build
 from test_function import Prepared
 

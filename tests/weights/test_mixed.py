@@ -5,8 +5,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kvgate import record
-from kvgate.export.widened import Widened
+from kvgate.jobs import record
+from kvgate.prepare.widened import Widened
 from kvgate.weights import mixed
 from test_function import Prepared
 

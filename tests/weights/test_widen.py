@@ -9,10 +9,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from kvgate import metrics, record
-from kvgate.export import grid, widened
-from kvgate.export.widened import Widened
+from kvgate.jobs import record
+from kvgate.judging import metrics
 from kvgate.observe import observe
+from kvgate.prepare import int4_grid, widened
+from kvgate.prepare.widened import Widened
 from kvgate.weights import gptq, widen
 from test_function import Prepared
 from test_gptq import data, off_grid
@@ -60,7 +61,7 @@ def test_weights_of_16_levels_lose_next_to_nothing():
     step = (weight.reshape(-1, 32, 40).max(1) - weight.reshape(-1, 32, 40).min(1)) / 15
     error = np.abs(made.flat() - weight).reshape(-1, 32, 40) / step[:, None]
     assert np.sqrt(np.mean(error**2)) < 0.08  # of a step; the nearest points of a grid about zero: 0.5 and more
-    nearest = np.abs(grid.nearest(weight, 32) - weight).reshape(-1, 32, 40) / step[:, None]
+    nearest = np.abs(int4_grid.nearest(weight, 32) - weight).reshape(-1, 32, 40) / step[:, None]
     assert np.sqrt(np.mean(nearest**2)) > 3 * np.sqrt(np.mean(error**2))
 
 

@@ -1,7 +1,7 @@
 """Hybrid rows in the real workflow: a set that fits the graph, and one with a pattern that fits nothing in it."""
 
 import pytest
-from kvgate import record
+from kvgate.jobs import record
 
 pytestmark = pytest.mark.slow
 

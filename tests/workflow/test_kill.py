@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kvgate import record
+from kvgate.jobs import record
 
 pytestmark = pytest.mark.slow
 

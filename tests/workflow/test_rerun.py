@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvgate import record
 from kvgate.contract import canonical
+from kvgate.jobs import record
 
 pytestmark = pytest.mark.slow
 
@@ -270,7 +270,7 @@ def test_a_flipped_bit_is_blocked_by_name_and_the_next_run_makes_all_of_it_again
 
 def test_a_refactoring_compiles_and_simulates_nothing(repository):
     """Code that leaves graphs and observations alone: builds come out of the store."""
-    append("workflow/kvgate/export/surgery.py", CODE)(repository.path)
+    append("workflow/kvgate/prepare/surgery.py", CODE)(repository.path)
     planned = repository.planned()
     assert planned["build"] == 4
     before = {p: p.stat().st_ino for p in (repository.path / "results/models").rglob("model.rknn")}

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kvgate.config import ConfigError, override
+from kvgate.planning.config import ConfigError, override
 
 BASE = Path(__file__).parents[2]
 STAGES = {
@@ -94,11 +94,11 @@ def _folders(command: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command in STAGES:
-        from kvgate import runner
+        from kvgate.jobs import runner
 
         return runner.run(args.command, args.key, args.results, args.base, args.log)
     if args.command == "preflight":
-        from kvgate import preflight
+        from kvgate.tools import preflight
 
         print("\n".join(preflight.lines()))
         problem = preflight.problem()
@@ -106,31 +106,32 @@ def _run(args: argparse.Namespace) -> int:
             print(f"kvgate preflight: {problem}", file=sys.stderr)
         return 1 if problem else 0
     if args.command == "store":
-        from kvgate import store
+        from kvgate.jobs import store
 
         return store.main(args.results, args.prune)
     if args.command == "bundle":
-        from kvgate import bundle_copy
+        from kvgate.report import bundle_copy
 
         return bundle_copy.main(args.folder, args.into, args.with_graph)
-    from kvgate import plan  # the stages, one process a job, do without
+    from kvgate.planning import plan  # the stages, one process a job, do without
 
     if args.command == "bench":
-        from kvgate import bench
+        from kvgate.tools import bench
 
         if args.board:
             return bench.board(plan.Plan(args.base, override(args.configfile, "")), args.results, args.board)
         return bench.main(args.base, args.results)
     planned = plan.Plan(args.base, override(args.configfile, args.config), args.results)
     if args.command == "audit":
-        from kvgate import audit
+        from kvgate.planning import audit
 
         return audit.main(planned, args.results, args.adopt, args.discard, args.deep)
     if args.command == "ask":
-        from kvgate import ask
+        from kvgate.report import ask
 
         return ask.main(args.results, planned.name, planned.rows, planned.config["sweep"]["bundle"], args.prompt)
-    from kvgate import audit, table
+    from kvgate.planning import audit
+    from kvgate.report import table
 
     sweep, outdated = planned.config["sweep"], audit.outdated(planned, args.results)
     if args.command == "gate":

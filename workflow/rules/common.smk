@@ -14,11 +14,15 @@ if str(BASE / "workflow") not in sys.path:
 from snakemake.logging import logger
 from snakemake.settings.types import Quietness
 
-from kvgate import audit, keys, preflight, progress, sweep, terminal
-from kvgate.config import ConfigError
 from kvgate.contract import canonical
-from kvgate.job import RECORDS
-from kvgate.plan import Plan
+from kvgate.jobs import keys
+from kvgate.jobs.job import RECORDS
+from kvgate.planning import audit, sweep
+from kvgate.planning.config import ConfigError
+from kvgate.planning.plan import Plan
+from kvgate.planning import progress
+from kvgate.report import workflow_lines
+from kvgate.tools import preflight
 
 
 def moved(path):
@@ -135,7 +139,7 @@ def planned():
     for node in PLAN.made():
         job = needed.get(f"{RESULTS}/{node.record}")
         if job:
-            others = (node, terminal.reasons(workflow.dag.reason(job)))
+            others = (node, workflow_lines.reasons(workflow.dag.reason(job)))
             todo[node.record] = STALE.get(node.record, others)
     write = not (workflow.dryrun or workflow.touch)
     lines = progress.begin(PLAN, todo, Path(RESULTS), write)
@@ -147,7 +151,7 @@ if FIRST and workflow.is_main_process:
     # As a module it is a guest: the other workflow's lines stay.
     settings = workflow.output_settings
     alone = not settings.verbose and Quietness.PROGRESS in (settings.quiet or ())
-    terminal.Lines(planned, alone and workflow.modifier.namespace is None).attach(
+    workflow_lines.Lines(planned, alone and workflow.modifier.namespace is None).attach(
         logger
     )
 

@@ -1,0 +1,1 @@
+"""The agent and the engines of a board. Standard library and numpy only, Python 3.9."""

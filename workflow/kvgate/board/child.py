@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvgate.board import said
+from kvgate.board import printed
 from kvgate.board.environment import ENGINES
 from kvgate.board.files import error_kind
 from kvgate.board.jobs import JOB, MARKER, OPENED, OUTPUTS, PROBE, RESULT, finding
@@ -61,7 +61,7 @@ class Child:
         self.folder = folder
         self.job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         self.marker = Marker(folder / MARKER)
-        self.text = said.Text()
+        self.text = printed.Text()
         self.engine: Any = None
         self.findings: list[dict[str, Any]] = []
         self.ledger: dict[str, Any] | None = None
@@ -150,7 +150,7 @@ class Child:
         self.findings += opened.get("findings", [])
         place = self.marker.get()
         for line in self.text.errors():
-            if said.SUBMIT.search(line):
+            if printed.SUBMIT.search(line):
                 raise _Failure("failed_to_submit", line)
             self.findings.append(finding("error_line", line, place))
         self.write(OPENED, {"versions": opened.get("versions", {}), "core_mask": opened.get("core_mask")})
@@ -160,7 +160,7 @@ class Child:
         lines = self.text.errors()
         if not lines:
             return
-        submit = next((x for x in lines if said.SUBMIT.search(x)), None)
+        submit = next((x for x in lines if printed.SUBMIT.search(x)), None)
         if submit:
             raise _Failure("failed_to_submit", submit)
         raise _Failure("ignored_run_error", "arrays came back, but the runtime said: {}".format(lines[-1]))

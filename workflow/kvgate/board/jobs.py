@@ -21,7 +21,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from kvgate.board import environment, files, said, wire
+from kvgate.board import environment, files, printed, wire
 from kvgate.board.marker import Marker, Place
 from kvgate.contract import Contract
 
@@ -198,7 +198,7 @@ class Work:
     @staticmethod
     def _last_lines(folder: Path, place: Place) -> list[dict[str, Any]]:
         """What the runtime said before the child died and could tell it itself."""
-        lines = [x for x in _text(folder).splitlines() if said.SUBMIT.search(x)]
+        lines = [x for x in _text(folder).splitlines() if printed.SUBMIT.search(x)]
         return [finding("failed_to_submit", lines[-1].strip()[:300], place)] if lines else []
 
 
@@ -342,6 +342,6 @@ def _text(folder: Path) -> str:
     try:
         with (folder / STDERR).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
-            return said.plain(file.read().decode(errors="replace"))
+            return printed.plain(file.read().decode(errors="replace"))
     except OSError:
         return ""

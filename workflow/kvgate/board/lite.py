@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate.board import said
+from kvgate.board import printed
 from kvgate.board.engine import EngineError, checked, returned
 from kvgate.contract import Contract
 
@@ -25,7 +25,7 @@ class Engine:
     def __init__(self, job: Mapping[str, Any], folder: Path, contract: Contract) -> None:
         self.job, self.path, self.contract = job, str(folder / ARTIFACT), contract
         self.lite: Any = None
-        self.text = said.Text()
+        self.text = printed.Text()
         self.code: Any = None  # of the last rknn_run, where it could be had
 
     def open(self, say: Callable[[str], None]) -> dict[str, Any]:
@@ -51,11 +51,11 @@ class Engine:
         outputs = self.lite.inference(inputs=arrays, data_format=["nchw"] * len(arrays))
         if self.code not in (0, None):
             lines = self.text.lines()
-            text = "arrays came back, but rknn_run returned {}; {}".format(self.code, said.reason(lines))
-            raise EngineError(said.kind(lines) or "ignored_run_error", text.rstrip("; "))
+            text = "arrays came back, but rknn_run returned {}; {}".format(self.code, printed.reason(lines))
+            raise EngineError(printed.kind(lines) or "ignored_run_error", text.rstrip("; "))
         if outputs is None:
             lines = self.text.lines()
-            raise EngineError(said.kind(lines) or "error_line", "inference returned None: " + said.reason(lines))
+            raise EngineError(printed.kind(lines) or "error_line", "inference returned None: " + printed.reason(lines))
         return returned(outputs, self.contract.outputs)
 
     def last_us(self) -> dict[str, float | None]:
@@ -104,9 +104,9 @@ class Engine:
             return
         lines = self.text.lines()
         # Of a mask that the runtime did not take nothing is said.
-        silent = "core_mask" if self.job.get("core_mask") and not said.reason(lines) else "error_line"
-        text = "{} returned {}: {}".format(name, code, said.reason(lines) or "nothing was said")
-        raise EngineError(said.kind(lines) or silent, text)
+        silent = "core_mask" if self.job.get("core_mask") and not printed.reason(lines) else "error_line"
+        text = "{} returned {}: {}".format(name, code, printed.reason(lines) or "nothing was said")
+        raise EngineError(printed.kind(lines) or silent, text)
 
 
 def _versions(text: Any) -> dict[str, str]:

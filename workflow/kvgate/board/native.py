@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvgate.board import capi, environment, layertable
-from kvgate.board.boundary import Boundary, describe
 from kvgate.board.engine import EngineError
+from kvgate.board.placement import Boundary, describe
 from kvgate.board.resident import Resident
 from kvgate.contract import Contract, Tensor
 from kvgate.strategies import host

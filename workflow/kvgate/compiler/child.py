@@ -88,10 +88,10 @@ def build(request: Request, run: Run) -> dict[str, Any]:
 
     contract = Contract.from_json(Path(request.contract).read_text(encoding="utf-8"))
     toolkit = compiled(request, run)
-    from kvgate.compiler import artifact, gates
+    from kvgate.compiler import artifact, requirements
 
     built = artifact.read(Path(request.artifact), digests=False)
-    facts: dict[str, Any] = {"gates": gates.artifact(built, contract, request.dtype)}
+    facts: dict[str, Any] = {"gates": requirements.artifact(built, contract, request.dtype)}
     if facts["gates"]:
         return facts  # its indexes are not the contract's: nothing may be fed
     if request.programs:
@@ -140,12 +140,12 @@ def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
 
     import numpy as np
 
-    from kvgate.engines import sessions
+    from kvgate.engines import contiguous
     from kvgate.engines.simulator import Engine
     from kvgate.observe import Trace, observe
 
     calm_malloc()
-    sessions.install(t.name for t in contract.inputs)
+    contiguous.install(t.name for t in contract.inputs)
     with run.of("init"):
         call("init_runtime", toolkit.init_runtime)
     with run.of("simulate"), np.load(request.tables) as tables:

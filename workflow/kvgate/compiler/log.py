@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import finding
+from kvgate.jobs.record import finding
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MARK = re.compile(r"\x1b\[[0-9;]*m([WE])\x1b\[0m")  # may follow a progress bar on the same line

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvgate import record
 from kvgate.compiler.analysis import SNAPSHOT
 from kvgate.compiler.dtypes import BITS, FLOAT16
 from kvgate.compiler.hybrid import ranges_file
 from kvgate.compiler.log import bare
+from kvgate.jobs import record
 
 Array = np.ndarray
 T = TypeVar("T")

@@ -15,10 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvgate import cpu, machine
 from kvgate.compiler import log, platforms
 from kvgate.compiler.request import TUNABLES, Request
-from kvgate.record import Blocked, finding
+from kvgate.jobs import cpu, machine
+from kvgate.jobs.record import Blocked, finding
 
 # What a process does to itself; other signals come from somebody, or from the machine.
 _OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)

@@ -1,0 +1,1 @@
+"""What executes a graph or an artifact on this PC."""

@@ -1,0 +1,1 @@
+"""A prepared model and a strategy as an ONNX graph with its contract."""

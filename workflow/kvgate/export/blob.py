@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import record
+from kvgate.jobs import record
 
 ALIGNMENT = 64  # bytes
 

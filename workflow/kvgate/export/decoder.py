@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from kvgate import contract as c
 from kvgate import strategies
-from kvgate.export import alibi, boundary, seams, surgery, survey
-from kvgate.export.spec import Spec
+from kvgate.checkpoint import seams
+from kvgate.export import cache_layout
+from kvgate.prepare import alibi, surgery, survey
+from kvgate.prepare.spec import Spec
 
 
 def strategy(name: str) -> Any:
@@ -39,18 +41,20 @@ class Decoder(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
         cache, layers = self.contract.cache, self.contract.layers
-        history = boundary.unpack(given, cache, layers)
+        history = cache_layout.unpack(given, cache, layers)
         returned: dict[int, tuple[Tensor, ...]] = {}
         extra: dict[str, Any] = dict(given)
 
         def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             form = self.spec.form
-            new = boundary.join(boundary.to_boundary(key, cache, form), boundary.to_boundary(value, cache, form), cache)
-            axis = boundary.slot_axis(cache)
+            new = cache_layout.join(
+                cache_layout.to_boundary(key, cache, form), cache_layout.to_boundary(value, cache, form), cache
+            )
+            axis = cache_layout.slot_axis(cache)
             pairs = [self.half.write(old, x, axis, extra) for old, x in zip(history[layer], new, strict=True)]
             returned[layer] = tuple(kept for _, kept in pairs)
-            seen = boundary.part([x for x, _ in pairs], cache, layers[layer])
-            k, v = (boundary.from_boundary(x, cache, form) for x in seen)
+            seen = cache_layout.part([x for x, _ in pairs], cache, layers[layer])
+            k, v = (cache_layout.from_boundary(x, cache, form) for x in seen)
             return k, v
 
         self.step.masks = self._masks(given)
@@ -58,7 +62,7 @@ class Decoder(nn.Module):
         self.step.update = update
         with seams.using(self._attend):
             logits = survey.run(self.model, given["embedding"], len(layers), update).logits
-        return (logits, *boundary.pack([returned[i] for i in range(len(layers))], cache))
+        return (logits, *cache_layout.pack([returned[i] for i in range(len(layers))], cache))
 
     def _masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Per layer; one that several layers share is one value of the graph."""

@@ -23,9 +23,9 @@ import torch
 import transformers
 
 from kvgate import contract as c
-from kvgate import record, reference
-from kvgate.export import support
-from kvgate.job import Job
+from kvgate.checkpoint import reference, refusals
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
 
 OPSET = 18  # the newest that both torch's new exporter writes and the compiler reads (11 to 19)
 LEGACY_OPSET = 17
@@ -37,7 +37,7 @@ def run(job: Job) -> dict[str, Any]:
     strategy = job.config["strategy"]
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
     folder = job.checkpoint()
-    own = support.attention(transformers.AutoConfig.from_pretrained(folder, local_files_only=True).to_dict())
+    own = refusals.attention(transformers.AutoConfig.from_pretrained(folder, local_files_only=True).to_dict())
     implementation = None if strategy["module"] == "hf_export" else own  # None: transformers' default
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=implementation, local_files_only=True

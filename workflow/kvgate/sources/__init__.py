@@ -1,0 +1,1 @@
+"""Where a checkpoint comes from. A module a kind, with `fetch(source, into)` and the constants that planning reads."""

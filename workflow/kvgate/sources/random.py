@@ -8,8 +8,7 @@ what transformers' own initialization asks for, in float64.
 from pathlib import Path
 from typing import Any
 
-from kvgate.record import blocked
-from kvgate.sources import folder
+from kvgate.jobs.record import blocked, one_line
 
 REQUIRED = {"config": ""}  # keys, and the form of the text that they hold
 OPTIONAL = {"seed": "", "tokenizer": ".+", "licence": ".+"}
@@ -42,14 +41,14 @@ def _model(config: dict[str, Any], seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from kvgate import drawn, precise
+    from kvgate.checkpoint import drawn, precise
 
     with precise.float64(), drawn.Drawn(seed):
         try:
             made = AutoConfig.for_model(config.pop("model_type", ""), **config)
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float64)
         except Exception as error:
-            text = f"random: transformers refuses the config: {folder.one_line(error)}"
+            text = f"random: transformers refuses the config: {one_line(error)}"
             raise blocked("architecture", text) from error
         with torch.no_grad():
             # Gains of 1 and biases of 0 would hide a graph that drops them.

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import calibration, metrics, record
-from kvgate.compiler import analysis, artifact, toolkit
+from kvgate.compiler import analysis, artifact, calibration, toolkit
 from kvgate.compiler.snapshot import Snapshot, finite, parsed
 from kvgate.contract import Contract
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.judging import metrics
 from kvgate.observe import Trace
 from kvgate.stages import build
 

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvgate import calibration, coverage, hosts, record, store
-from kvgate.compiler import artifact, gates, log, platforms, risks, toolkit
+from kvgate.compiler import artifact, calibration, log, platforms, requirements, risks, toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import Contract, canonical, sha256_text
-from kvgate.digest import code_digest
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record, store
+from kvgate.jobs.digest import code_digest
+from kvgate.jobs.job import Job
+from kvgate.judging import coverage
 from kvgate.observe import Trace
 from kvgate.strategies.host import Host
 
@@ -74,7 +75,7 @@ def _clear(job: Job) -> None:
 
 def opened(job: Job) -> Source:
     """Raises Blocked where the platform has no such dtype, or the calibration texts do not do."""
-    contract, folder = hosts.contract(job), hosts.graph(job).parent
+    contract, folder = graph_files.contract(job), graph_files.graph(job).parent
     quant, platform = _with_kept(job.config["quant"], job.read("export").get("kept", [])), job.wildcards["platform"]
     if platforms.dtype(quant) not in platforms.supported(platform):
         raise record.Blocked(
@@ -125,7 +126,7 @@ def _identity(job: Job, source: Source) -> dict[str, Any]:
         },
         "isolated": job.config["isolated"],
         "portable": toolkit.portable(),
-        "code": code_digest(["kvgate.compiler.child", "kvgate.calibration", half]),
+        "code": code_digest(["kvgate.compiler.child", "kvgate.compiler.calibration", half]),
     }
 
 
@@ -134,7 +135,7 @@ def _graph(source: Source) -> Any:
     import onnx
 
     model = onnx.load(str(source.folder / "model.onnx"), load_external_data=False)
-    _hold(gates.graph(model, source.folder, source.contract))
+    _hold(requirements.graph(model, source.folder, source.contract))
     return model
 
 
@@ -165,8 +166,10 @@ def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
     outcome = toolkit.compile(request, work, job.folder / _LOG, job.config["timeout"])
     record.write(job.folder / "phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
     if outcome.reason:
-        names = gates.long_names(model)
-        long = f"; a name of {len(names[0])} characters, allowed: {gates.NAME_LIMIT}: {names[0]}" if names else ""
+        names = requirements.long_names(model)
+        long = (
+            f"; a name of {len(names[0])} characters, allowed: {requirements.NAME_LIMIT}: {names[0]}" if names else ""
+        )
         raise replace(outcome, reason=outcome.reason + long).blocked()
     _hold([x for x in outcome.findings if x["kind"] == "random_weights"], outcome.findings)
     built = artifact.read(Path(request.artifact))
@@ -224,7 +227,7 @@ def _own_coverage(job: Job, source: Source, boundary: dict[str, Any]) -> dict[st
 
 def host_of(job: Job, source: Source) -> Host:
     """The host half of what is built, with the quant's mask."""
-    return hosts.opened(job, source.contract, source.quant["mask"])
+    return graph_files.opened(job, source.contract, source.quant["mask"])
 
 
 def _boundary(built: artifact.Artifact) -> dict[str, Any]:

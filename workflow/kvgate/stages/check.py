@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import compare, hosts, ideal, metrics, record
 from kvgate.contract import Contract
+from kvgate.engines import ideal
 from kvgate.engines.onnxruntime import Engine
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record
+from kvgate.jobs.job import Job
+from kvgate.judging import compare, metrics
 from kvgate.observe import Trace, observe
 
 LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
@@ -25,9 +27,9 @@ LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
 
 def run(job: Job) -> dict[str, Any]:
     """Raises record.Blocked where the graph differs from the model, with the first difference."""
-    contract = hosts.contract(job)
-    host = hosts.opened(job, contract, job.config["mask"])
-    engine = Engine(hosts.graph(job), contract)
+    contract = graph_files.contract(job)
+    host = graph_files.opened(job, contract, job.config["mask"])
+    engine = Engine(graph_files.graph(job), contract)
     files, programs, findings, isolated = {}, {}, [], False
     exported = job.read("export")
     moved = "moved.npz" in exported["files"]
@@ -61,7 +63,7 @@ def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]
     """The worst K/V delta and centred logits error of an ideal float16 run, over the programs' forced histories; the
     isolated ones where a program has no other."""
     try:
-        engine = Engine(ideal.written(hosts.graph(job), job.folder / "ideal"), contract)
+        engine = Engine(ideal.written(graph_files.graph(job), job.folder / "ideal"), contract)
     finally:
         shutil.rmtree(job.folder / "ideal")
     found: dict[str, list[float | None]] = {"kv_l2": [], "logits_l2": []}

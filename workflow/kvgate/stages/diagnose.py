@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import columns, hosts, kinds, record
 from kvgate import contract as c
-from kvgate.columns import percent
 from kvgate.compiler import platforms
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record
+from kvgate.jobs.job import Job
+from kvgate.judging import operator_errors
+from kvgate.judging.symptoms import TENSORS
+from kvgate.judging.wording import percent
 from kvgate.observe import Trace
-from kvgate.page import page
-from kvgate.symptoms import TENSORS
+from kvgate.report import columns
+from kvgate.report.diagnosis_page import page
 
 TAKES_BLOCKED = True
 Array = np.ndarray
@@ -102,8 +104,8 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
     """Every cache input: its dtype and calibrated range, the reference's range in it, and the share beyond."""
     if "build" not in job.inputs:
         return []
-    contract = hosts.contract(job)
-    host = hosts.opened(job, contract, -1.0)
+    contract = graph_files.contract(job)
+    host = graph_files.opened(job, contract, -1.0)
     low = dict.fromkeys(host.buffers, 0.0)
     high = dict.fromkeys(host.buffers, 0.0)
     for label in job.labels("trace"):
@@ -136,14 +138,14 @@ def _operators(job: Job) -> dict[str, Any]:
     if note:
         return body
     rows = found["operators"]
-    contract = hosts.contract(job)
+    contract = graph_files.contract(job)
     identity = record.read(job.file("build", "contract.json"))["identity"]
     masks = [t.name for t in contract.inputs if t.role == c.MASK]
     quant = identity["quant"]
     about = (masks, identity["mask_value"], platforms.dtype(quant), quant.get("headroom", 1.0))
     by_tensor = {row["tensor"]: row for row in rows}
 
-    work = list(kinds.work(rows))
+    work = list(operator_errors.work(rows))
 
     def badness(n: int) -> float:
         value = work[n]["isolated_l2"]
@@ -151,9 +153,12 @@ def _operators(job: Job) -> dict[str, Any]:
 
     order = sorted(range(len(work)), key=badness, reverse=True)
     body |= {"operators": [work[n] for n in sorted(order[:_WORST])], "off": sum(badness(n) > limit for n in order)}
-    for which, row in (("first", kinds.first(rows, limit)), ("worst", work[order[0]] if body["off"] > 1 else None)):
-        off = kinds.Off(row, by_tensor, *about) if row else None
-        kind = kinds.explain(off) if off else None
+    for which, row in (
+        ("first", operator_errors.first(rows, limit)),
+        ("worst", work[order[0]] if body["off"] > 1 else None),
+    ):
+        off = operator_errors.Off(row, by_tensor, *about) if row else None
+        kind = operator_errors.explain(off) if off else None
         body |= {
             f"{which}_operator": row,
             f"{which}_inputs": off.inputs if off else [],

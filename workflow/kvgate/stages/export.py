@@ -4,10 +4,10 @@ import importlib
 from dataclasses import replace
 from typing import Any
 
-from kvgate import record
 from kvgate.contract import Cache
-from kvgate.job import Job
-from kvgate.record import Blocked, blocked, finding
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.jobs.record import Blocked, blocked, finding
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -21,8 +21,10 @@ def run(job: Job) -> dict[str, Any]:
 def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from kvgate.export import blob, decoder, load, proto, surgery, widened
-    from kvgate.export.spec import Spec
+    from kvgate.checkpoint import load
+    from kvgate.export import blob, decoder, onnx_file
+    from kvgate.prepare import surgery, widened
+    from kvgate.prepare.spec import Spec
 
     prepared = job.read("prepare")
     spec = Spec.from_dict(prepared["spec"])
@@ -40,7 +42,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     surgery.fill(made.model, tensors)
     host_digest = _host(job, made)
     try:
-        graph = proto.export(
+        graph = onnx_file.export(
             made,
             prepared["tensors"],
             "weights.bin",
@@ -68,7 +70,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "form": spec.form,
         "reason": spec.reason,
         "contract": contract.digest,
-        "opset": proto.OPSET,
+        "opset": onnx_file.OPSET,
         "nodes": len(graph.model.graph.node),
         "vocabulary": spec.vocabulary,
         "hidden": spec.hidden,
@@ -87,7 +89,7 @@ def _host(job: Job, made: Any) -> str:
     """Write host.npz: embedding rows, learned positions and rotary tables up to the capacity. Returns its sha256."""
     import numpy as np
 
-    from kvgate.export import rotary
+    from kvgate.prepare import rotary
 
     capacity = made.contract.cache.capacity
     with np.load(job.file("prepare", "tables.npz")) as file:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvgate import hashed, sources
-from kvgate.constants import constants
-from kvgate.job import Job
-from kvgate.record import blocked
-from kvgate.sources.folder import one_line
+from kvgate import sources
+from kvgate.jobs import hashed
+from kvgate.jobs.job import Job
+from kvgate.jobs.record import blocked, one_line
+from kvgate.planning.module_facts import constants
 
 _TOKENIZERS = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -62,7 +62,7 @@ def _inspect(folder: Path) -> dict[str, Any]:
     """
     import torch
 
-    from kvgate import held, reference, stored
+    from kvgate.checkpoint import held, reference, stored
 
     config = _config(folder)
     weights = stored.read(folder)
@@ -179,7 +179,7 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     if not any(path for x in _TOKENIZERS for path in folder.glob(x)):  # transformers makes an empty one
         raise blocked("tokenizer", f"tokenizer: got no file of one, allowed: {' or '.join(_TOKENIZERS)}")

@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import behaviour, boards, causes, columns, figures, gates, hosts, record
 from kvgate.compiler import platforms
 from kvgate.contract import Contract
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record
+from kvgate.jobs.job import Job
+from kvgate.jobs.rows import ROW
+from kvgate.judging import behaviour, boards, explanations, gates, summary, wording
+from kvgate.report import columns
 
 TAKES_BLOCKED = True
 Array = np.ndarray
@@ -22,7 +25,7 @@ Array = np.ndarray
 
 def run(job: Job) -> dict[str, Any]:
     """The verdict's body: `verdict`, `reason`, `first`, `gates`, `risks`, `findings`, `row`, `figures`, `announce`."""
-    row = {k: v for k, v in job.wildcards.items() if k in columns.ROW}
+    row = {k: v for k, v in job.wildcards.items() if k in ROW}
     try:
         inputs = {label: job.read(label) for label in job.inputs}
         body = _blocked(inputs) or _judged(job, inputs)
@@ -56,7 +59,7 @@ def _unjudged(stage: str, above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    contract = hosts.contract(job)
+    contract = graph_files.contract(job)
     build = inputs.get("build", {})
     metrics = inputs["verify"]["programs"]
     arrays: dict[str, dict[str, Array]] = {}
@@ -82,8 +85,8 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place, outside))
     known = first is None or first.name in (*gates.OF_BOARD, *gates.OF_SWEEP)  # its text is the cause
     evidence = replace(evidence, check=_checked(inputs["check"]))
-    cause = "" if known else causes.explain(evidence)
-    findings += [] if known else causes.uncovered(evidence, outside)
+    cause = "" if known else explanations.explain(evidence)
+    findings += [] if known else explanations.uncovered(evidence, outside)
     risks = build.get("risks", [])
     reason = _reason(verdict, first, cause, found) + _limit(verdict, evidence.dtype, inputs["check"].get("float16"))
     if "simulator" in inputs:
@@ -92,13 +95,13 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "verdict": verdict,
         "reason": reason,
         "cause": cause,
-        "remedy": "" if known else causes.remedy(evidence).beyond(job.wildcards),
+        "remedy": "" if known else explanations.remedy(evidence).beyond(job.wildcards),
         "first": place or None,
         "gates": [g.to_json() for g in found],
         "coverage": outside,
         "risks": [*risks, *(x["text"] for x in ran.get("findings", ()) if x["kind"] == "version_mismatch")],
         "findings": findings,
-        "figures": figures.figures(contract, build, metrics, arrays)
+        "figures": summary.figures(contract, build, metrics, arrays)
         | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
         | {"dtype": evidence.dtype or "fp32"}
         | boards.figures(ran, inputs.get("simulator"), build),
@@ -133,7 +136,7 @@ def _limit(verdict: str, dtype: str, float16: Mapping[str, float | None] | None)
     """Beside a float16 row's error the one that no float16 run of the model is free of: no fault to look for."""
     if verdict == "pass" or dtype != "fp16" or not float16:
         return ""
-    kv, logits = (columns.percent(float16[name]) for name in ("kv_l2", "logits_l2"))
+    kv, logits = (wording.percent(float16[name]) for name in ("kv_l2", "logits_l2"))
     return f"; float16's own limit for this model: K/V {kv}, logits {logits}"
 
 
@@ -145,7 +148,7 @@ def _evidence(
     found: list[gates.Gate],
     place: dict[str, Any],
     outside: dict[str, float],
-) -> causes.Evidence:
+) -> explanations.Evidence:
     verdict = gates.worst([g.verdict for g in found])
     broken, steps = [], []
     for g in found:
@@ -155,13 +158,13 @@ def _evidence(
             if g.verdict == verdict:
                 broken += [(g.history, int(positions[n])) for n in g.steps]
     early, late = _early_late(arrays)
-    return causes.Evidence(
+    return explanations.Evidence(
         first=place,
         gates=sorted({g.name for g in found if g.verdict != "pass"}),
         findings=findings,
         cpu_operators=build.get("cpu_operators", {}),
         roles=[t.role for t in contract.inputs],
-        boundary=figures.boundary(contract, build),
+        boundary=summary.boundary(contract, build),
         broken=broken,
         steps=steps,
         early=early,
@@ -170,7 +173,7 @@ def _evidence(
     )
 
 
-def _as_built(job: Job, evidence: causes.Evidence) -> causes.Evidence:
+def _as_built(job: Job, evidence: explanations.Evidence) -> explanations.Evidence:
     """With what the artifact's contract says of it; a row of ONNX Runtime has none."""
     if "build" not in job.inputs:
         return evidence

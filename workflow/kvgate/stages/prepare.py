@@ -5,9 +5,10 @@ import pkgutil
 import sys
 from typing import Any
 
-from kvgate import record, weights
-from kvgate.job import Job
-from kvgate.preparations import HOOKS
+from kvgate import weights
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.planning.preparations import HOOKS
 
 FORMS = ("recipe", "plain")
 _NOTHING = 1e-12  # an error below is float64's own, and the PC's
@@ -23,7 +24,7 @@ def preparation(name: str) -> Any:
 
 def run(job: Job) -> dict[str, Any]:
     """Writes weights.bin and tables.npz (embedding rows [V, C], learned positions [P, C], changed bases of K and V);
-    where a preparation moves weights on purpose moved.npz too, what they give (preparation.Work.moved); where one
+    where a preparation moves weights on purpose moved.npz too, what they give (hooks.Work.moved); where one
     searched choice.yaml, an entry of weights.yaml that makes the same without a search.
 
     The body: the spec, the index of weights.bin, which matrices are sums, have a widened input or stay in float16, the
@@ -33,9 +34,9 @@ def run(job: Job) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from kvgate import precise
-    from kvgate.export import blob, load
-    from kvgate.export.prepare import prepare
+    from kvgate.checkpoint import load, precise
+    from kvgate.export import blob
+    from kvgate.prepare.choose_form import prepare
 
     if job.wildcards["form"] not in FORMS:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
@@ -103,11 +104,11 @@ def _choice(job: Job, chosen: list[dict[str, Any]]) -> str:
 
 
 def _changed(job: Job, prepared: Any, steps: list[Any]) -> Any:
-    """The prepared model after all steps (preparation.Work)."""
-    from kvgate.export import preparation
+    """The prepared model after all steps (hooks.Work)."""
+    from kvgate.prepare import hooks
 
     texts = [job.file(label, "trace.npz") for label in job.labels("calibration")]
-    work = preparation.Work(prepared, texts)
+    work = hooks.Work(prepared, texts)
     try:
         for name, step, options in steps:
             for hook in HOOKS[1:]:

@@ -1,4 +1,4 @@
-"""probe: the self-test graphs of kvgate.selftests, compiled for a platform (for `host` as they are).
+"""probe: the self-test graphs of kvgate.remote.selftests, compiled for a platform (for `host` as they are).
 
 Writes {name}/model.onnx, contract.json (the graph's), feeds.npz, and for a chip model.rknn and artifact.json.
 """
@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import record, selftests
 from kvgate.compiler import toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import canonical
-from kvgate.job import Job
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.remote import selftests
 
 HOST = "host"
 

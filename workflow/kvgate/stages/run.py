@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import agent_zip, hosts, received, record
 from kvgate.contract import Contract
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record
+from kvgate.jobs.job import Job
 from kvgate.observe import spread
-from kvgate.session import Refused, Session, Trouble
+from kvgate.remote import agent_zip, untrusted
+from kvgate.remote.session import Refused, Session, Trouble
 
 LOAD = 120.0  # seconds for a board to load an artifact
 CORES = {"auto": 0, "0": 1, "1": 2, "2": 4, "0_1": 3, "0_1_2": 7, "all": 0xFFFF}  # the runtime's masks
@@ -52,10 +53,10 @@ def run(job: Job) -> dict[str, Any]:
             path = job.folder / _ARRIVING / f"observations/{name}.npz"
             trace = job.file(f"trace.{name}", "trace.npz")
             steps = _steps(trace, job.config["isolated"], asked.contract.cache.capacity)
-            received.observations(path, asked.contract, {x: steps[x] for x in program["histories"]})
+            untrusted.observations(path, asked.contract, {x: steps[x] for x in program["histories"]})
     except Trouble as why:
         raise why.blocked(**facts) from None
-    except received.Bad as why:
+    except untrusted.Bad as why:
         raise record.Blocked(str(why), [record.finding("answer", str(why))], **facts) from None
     else:
         files = _accept(job, status["files"])
@@ -68,7 +69,7 @@ def _talk(job: Job, asked: Request) -> dict[str, Any]:
     """The status of the board's last message; its files are in the folder `.arriving`. Raises Lost and Refused."""
     board, limits = job.config["board"], job.config["limits"]
     agent = agent_zip.build(board["engine"], asked.contract.strategy)
-    room = received.room(asked.contract, len(job.config["programs"]))
+    room = untrusted.room(asked.contract, len(job.config["programs"]))
     side: dict[str, Any] = {"seconds": {}}
     clock = _Clock(side["seconds"])
     try:
@@ -101,7 +102,7 @@ def able(hello: Mapping[str, Any], engine: str) -> None:
     found = hello["engines"].get(engine)
     if not isinstance(found, dict) or "error" in found:
         why = found.get("error") if isinstance(found, dict) else "the agent does not know it"
-        raise Refused(f"the board has no engine {engine}: {received.drivers.clean(why)}", "engine_missing")
+        raise Refused(f"the board has no engine {engine}: {untrusted.drivers.clean(why)}", "engine_missing")
 
 
 def request(job: Job) -> Request:
@@ -110,7 +111,7 @@ def request(job: Job) -> Request:
     if board["platform"] != platform:
         text = f"board {job.wildcards['backend']}: got a {board['platform']}, the artifact is for {platform}"
         raise record.blocked("platform", text)
-    contract, graph = hosts.contract(job), job.read("export")["files"]
+    contract, graph = graph_files.contract(job), job.read("export")["files"]
     names = {name: _held(job, "export", name) for name in ("contract.json", "host.npz")}
     names |= {f"trace/{name}.npz": _held(job, f"trace.{name}", "trace.npz") for name in config["programs"]}
     custom = ""

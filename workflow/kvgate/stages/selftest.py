@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import agent_zip, received, record, selftests
-from kvgate.job import Job
-from kvgate.session import Session, Trouble
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.remote import agent_zip, selftests, untrusted
+from kvgate.remote.session import Session, Trouble
 from kvgate.stages.run import CORES, LOAD, able, say
 
 _OUTPUTS = "outputs.npz"
@@ -65,8 +66,8 @@ def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str]
         return [f"{probe.name}: {status['reason']}"], facts
     path = job.folder / probe.name / _OUTPUTS
     try:
-        received.headers(path)
-    except received.Bad as why:
+        untrusted.headers(path)
+    except untrusted.Bad as why:
         return [f"{probe.name}: {why}"], facts
     with np.load(path, allow_pickle=False) as outputs:
         return selftests.differences(probe, dict(outputs)), facts

@@ -1,15 +1,17 @@
 """tabulate: all verdicts of a sweep -> acceptance.tsv, acceptance.md and acceptance.json, and the bundles.
 
-A bundle for each row that sweep.bundle wants (kvgate/bundle.py). Those of this sweep's rows that it no longer does are
-removed, and the store is cut to its limit.
+A bundle for each row that sweep.bundle wants (report/bundle.py). Those of this sweep's rows that it no longer does
+are removed, and the store is cut to its limit.
 """
 
 from pathlib import Path
 from typing import Any
 
-from kvgate import bundle, columns, judged, record, ship, store, table
-from kvgate.columns import COLUMNS, UNITS
-from kvgate.job import Job
+from kvgate.jobs import record, store
+from kvgate.jobs.job import Job
+from kvgate.judging import judged
+from kvgate.report import bundle, columns, ship, table
+from kvgate.report.columns import COLUMNS, UNITS
 
 TAKES_BLOCKED = True
 NAMES = [name for name, _, _ in COLUMNS]

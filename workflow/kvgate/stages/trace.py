@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvgate import record
-from kvgate.board import today
-from kvgate.board.control import steers
-from kvgate.job import Job
-from kvgate.record import blocked, finding
-from kvgate.sources.folder import one_line
+from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.jobs.record import blocked, finding, one_line
+from kvgate.serving import today
+from kvgate.serving.control import steers
 
 KINDS = ("chat", "text", "calibration")
 
@@ -21,7 +20,7 @@ def run(job: Job) -> dict[str, Any]:
     """Reads the checkpoint and the program's text, writes trace.npz. Raises Blocked on a text that cannot be run."""
     import torch
 
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     torch.set_num_threads(1)  # the same bytes whatever the number of cores
     program, folder = job.config["program"], job.checkpoint()
@@ -74,7 +73,7 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     Raises Blocked on a template that cannot be used, and on a text that holds tokens which steer the model: a template
     would be applied twice, and a bundle (board/plain) takes their spelling in a content as plain text.
     """
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     special = _steering(tokenizer) & set(tokenizer(text, add_special_tokens=False)["input_ids"])
     if special:
@@ -93,7 +92,7 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
 def differences(model: Any, tokenizer: Any, ends: Sequence[int]) -> list[dict[str, Any]]:
     """Findings on a chat: where its tokens are not what people get from transformers' `generate`."""
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     found = []
     settings = ", ".join(f"{name} {str(x)[:60]}" for name, x in reference.unheeded(model).items())
@@ -110,7 +109,7 @@ def differences(model: Any, tokenizer: Any, ends: Sequence[int]) -> list[dict[st
 
 def _open_turn(tokenizer: Any, ends: Sequence[int]) -> int | None:
     """The token by which the template ends an answer, where it ends no text."""
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     answer = "kvgate"
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
@@ -129,7 +128,7 @@ def _steering(tokenizer: Any) -> set[int]:
 
 
 def _template(tokenizer: Any) -> str | None:
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     try:
         return reference.template(tokenizer)
@@ -164,7 +163,7 @@ def check_ids(ids: list[int], vocabulary: int, limit: int | None, generates: boo
 
 
 def _drawn(model: Any, ids: list[int], count: int, ends: tuple[int, ...]) -> list[int]:
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     try:
         return reference.draw(model, ids, count, ends) if count else []
@@ -174,7 +173,7 @@ def _drawn(model: Any, ids: list[int], count: int, ends: tuple[int, ...]) -> lis
 
 def _how(given: list[int], count: int) -> dict[str, Any]:
     """Which tokens were drawn, and how."""
-    from kvgate import reference
+    from kvgate.checkpoint import reference
 
     settings = {"temperature": reference.TEMPERATURE, "top_k": reference.TOP_K}
     return {"first": len(given), "count": count, "seed": reference.seed(given), **settings}

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from kvgate import compare, coverage, hosts, record
 from kvgate.contract import Contract
-from kvgate.job import Job
+from kvgate.jobs import graph_files, record
+from kvgate.jobs.job import Job
+from kvgate.judging import compare, coverage
 from kvgate.observe import Trace
 
 
 def run(job: Job) -> dict[str, Any]:
     """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row."""
-    contract = hosts.contract(job)
+    contract = graph_files.contract(job)
     found, files, traces = {}, {}, []
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
@@ -41,7 +42,7 @@ def run(job: Job) -> dict[str, Any]:
 def _coverage(job: Job, contract: Contract, traces: list[Trace]) -> dict[str, float]:
     if "build" not in job.inputs:
         return {}
-    host = hosts.opened(job, contract, -1.0)
+    host = graph_files.opened(job, contract, -1.0)
     return coverage.measure(host, traces, job.read("build").get("boundary", {}))
 
 

@@ -1,0 +1,1 @@
+"""Weight preparations. A module a preparation; its hooks are described in plain.py."""

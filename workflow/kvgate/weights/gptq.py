@@ -8,7 +8,7 @@ grid's end: so the toolkit finds the same scale and changes nothing.
 import numpy as np
 import torch
 
-from kvgate.export import grid
+from kvgate.prepare import int4_grid
 
 STATISTICS = True
 MOVES = True  # weights, on purpose: the function is not kept
@@ -25,7 +25,7 @@ def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 
     Raises ValueError where the group does not divide the rows.
     """
     if gram is None:
-        return (grid.nearest(weight, group),)
+        return (int4_grid.nearest(weight, group),)
     order, factor = ordered(gram)
     done = np.empty(weight.shape, np.float32)
     for start in range(0, weight.shape[1], _COLUMNS):
@@ -52,9 +52,9 @@ def rounded(weight: np.ndarray, scale: np.ndarray, order: np.ndarray, factor: np
         for n in range(start, stop):
             row = order[n]
             step = scale[row // span, 0]
-            point = np.clip(np.rint(left[n] / step), -grid.TOP, grid.TOP)
+            point = np.clip(np.rint(left[n] / step), -int4_grid.TOP, int4_grid.TOP)
             pinned = ends[row // span] == row
-            done[row] = step * np.where(pinned, np.sign(weight[row]) * grid.TOP, point)
+            done[row] = step * np.where(pinned, np.sign(weight[row]) * int4_grid.TOP, point)
             errors[n - start] = (left[n] - done[row]) / factor[n, n]
             left[n + 1 : stop] -= np.outer(factor[n, n + 1 : stop], errors[n - start])
         left[stop:] -= factor[start:stop, stop:].T @ errors
@@ -66,12 +66,12 @@ def _scales(weight: np.ndarray, group: int, energy: np.ndarray) -> np.ndarray:
 
     energy: [in], the mean square of each input (times a number).
     """
-    whole = grid.scales(weight, group)
+    whole = int4_grid.scales(weight, group)
     parts, energy = weight.reshape(len(whole), -1, weight.shape[1]), energy.reshape(len(whole), -1, 1)
     best, least = whole, np.full(whole.shape, np.inf)
     for share in _SHARES:
         scale = whole * share
-        points = np.clip(np.rint(parts / scale), -grid.TOP, grid.TOP)
+        points = np.clip(np.rint(parts / scale), -int4_grid.TOP, int4_grid.TOP)
         lost = np.sum((parts - points * scale) ** 2 * energy, axis=1, keepdims=True)
         best, least = np.where(lost < least, scale, best), np.minimum(lost, least)
     return best

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvgate.export import orthogonal
+from kvgate.prepare import orthogonal
 
 
 def turn(size: int) -> Tensor:

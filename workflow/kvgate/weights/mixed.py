@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvgate.export import grid
-from kvgate.export.widened import Terms, Widened
+from kvgate.prepare import int4_grid
+from kvgate.prepare.widened import Terms, Widened
 from kvgate.weights import gptq, keep, split2, widen
 
 STATISTICS = True
@@ -167,4 +167,4 @@ def _error(made: Terms, weight: np.ndarray, group: int) -> np.ndarray:
     """What is wrong with it [in, out]: of a sum only what the toolkit rounds, its second term."""
     if isinstance(made, Widened):
         return made.flat() - weight
-    return made[0] - weight if len(made) == 1 else grid.nearest(made[1], group) - made[1]
+    return made[0] - weight if len(made) == 1 else int4_grid.nearest(made[1], group) - made[1]

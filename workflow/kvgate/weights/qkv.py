@@ -7,9 +7,9 @@ q *= k / t, v *= t / v, and the output projection takes v / t in. K and V are ca
 import torch
 from torch import Tensor
 
-from kvgate.export import heads as basis
-from kvgate.export.heads import Change
-from kvgate.export.spec import Layer
+from kvgate.prepare import heads as basis
+from kvgate.prepare.heads import Change
+from kvgate.prepare.spec import Layer
 
 STATISTICS = True
 

@@ -6,8 +6,8 @@ After QuaRot (arXiv 2404.00456) and SpinQuant (arXiv 2405.16406).
 
 from torch import nn
 
-from kvgate import precise
-from kvgate.export import orthogonal
+from kvgate.checkpoint import precise
+from kvgate.prepare import orthogonal
 from kvgate.weights import fold
 
 # Those whose residual sums take nothing but a matrix's output times a number: a norm there does not commute with Q.

@@ -5,7 +5,7 @@ The accuracy of int8 out of int4 kernels, at the bytes of int8. `group`: input c
 
 import numpy as np
 
-from kvgate.export import grid
+from kvgate.prepare import int4_grid
 
 DTYPES = ("w4a16",)
 DISABLE = ("fuse_conv_conv_add",)  # rules of the toolkit that cannot take the sum of two products
@@ -13,5 +13,5 @@ DISABLE = ("fuse_conv_conv_add",)  # rules of the toolkit that cannot take the s
 
 def linear(name: str, weight: np.ndarray, gram: np.ndarray | None, group: int = 0) -> tuple[np.ndarray, ...]:
     """weight: [in, out]. Raises ValueError where the group does not divide its rows."""
-    first = grid.nearest(weight, group)
+    first = int4_grid.nearest(weight, group)
     return first, weight - first

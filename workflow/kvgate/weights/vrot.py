@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from kvgate.export import orthogonal
-from kvgate.export.heads import Change
-from kvgate.export.spec import Layer
+from kvgate.prepare import orthogonal
+from kvgate.prepare.heads import Change
+from kvgate.prepare.spec import Layer
 
 
 def heads(layer: Layer, tensors: dict[str, Tensor], peak: Tensor | None) -> Change:

@@ -10,9 +10,9 @@ in gptq. At the end least squares over the calibration texts for all scales: the
 
 import numpy as np
 
-from kvgate.export import grid, widened
-from kvgate.export.orthogonal import hadamard
-from kvgate.export.widened import Widened
+from kvgate.prepare import int4_grid, widened
+from kvgate.prepare.orthogonal import hadamard
+from kvgate.prepare.widened import Widened
 from kvgate.weights import gptq
 
 STATISTICS = True
@@ -57,7 +57,7 @@ def _columns(weight: np.ndarray, known: _Known | None, basis: np.ndarray) -> np.
     points, more, levels = _rounded(weight, energy, basis)
     if known is not None:
         if np.mean(np.abs(levels - np.rint(levels)) > _EXACT) > _EXACT:
-            unit = grid.scales(points, len(basis))
+            unit = int4_grid.scales(points, len(basis))
             points = gptq.rounded(weight - widened.spread(more, basis), unit, known.order, known.factor)
         points, more = _refitted(weight, known.damped, points, more, basis)
     return np.concatenate([points, more])
@@ -78,7 +78,7 @@ def _basis(group: int, signs: int) -> np.ndarray:
 def _rounded(weight: np.ndarray, energy: np.ndarray, basis: np.ndarray) -> tuple[np.ndarray, ...]:
     """Q [in, out] and M [kinds * in / group, out], both on the toolkit's grid; and what was rounded, in steps."""
     group, signs = len(basis), basis[:, len(_DIGITS) :]
-    grid.scales(weight, group)  # raises where the group does not divide
+    int4_grid.scales(weight, group)  # raises where the group does not divide
     parts = weight.reshape(-1, group, weight.shape[1])
     low, high = parts.min(1), parts.max(1)
     middle, step = (low + high) / 2, (high - low) / 15
@@ -97,7 +97,7 @@ def _rounded(weight: np.ndarray, energy: np.ndarray, basis: np.ndarray) -> tuple
 
 
 def _near(levels: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(levels), -grid.TOP, grid.TOP)
+    return np.clip(np.rint(levels), -int4_grid.TOP, int4_grid.TOP)
 
 
 def _more(middle: np.ndarray, halves: np.ndarray, group: int) -> np.ndarray:
@@ -111,7 +111,7 @@ def _more(middle: np.ndarray, halves: np.ndarray, group: int) -> np.ndarray:
 def _nearest(more: np.ndarray, group: int) -> np.ndarray:
     """The nearest points; the last group may be shorter, and has its own scale in the toolkit too."""
     padded = np.pad(more, ((0, -len(more) % group), (0, 0)))
-    return grid.nearest(padded, group)[: len(more)]
+    return int4_grid.nearest(padded, group)[: len(more)]
 
 
 def _refitted(

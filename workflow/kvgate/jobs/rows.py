@@ -1,0 +1,31 @@
+"""A row: a tuple on a backend; and the names of what is no chip and no board. Standard library only."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
+HOST_MASK = -1e4  # the additive mask there; a quant has its own
+SIMULATOR, ONNXRUNTIME = "simulator", "onnxruntime"  # backends that are no boards
+ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
+
+
+@dataclass(frozen=True, order=True)
+class Row:
+    """A tuple on a backend."""
+
+    model: str
+    weights: str
+    strategy: str
+    platform: str
+    quant: str
+    backend: str
+
+    def wildcards(self) -> dict[str, str]:
+        return asdict(self)
+
+    def matches(self, pattern: dict[str, Any]) -> bool:
+        """Whether every column of the pattern has this row's value, or it is among the pattern's values."""
+        return all(
+            getattr(self, column) in (wanted if isinstance(wanted, list) else [wanted])
+            for column, wanted in pattern.items()
+        )

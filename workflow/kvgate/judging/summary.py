@@ -1,0 +1,95 @@
+"""Every figure of a row, from the metrics of its programs and the build. numpy only."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvgate.contract import Contract, Tensor
+from kvgate.judging.compare import HISTORIES, TOKEN_STEPS, number
+from kvgate.judging.symptoms import TENSORS
+
+Array = np.ndarray
+OVER = 0.01  # L2 of a K/V delta that counts as off in `kv_over`
+_ITEM = {"float32": 4, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}  # bytes
+
+
+def boundary(contract: Contract, build: Mapping[str, Any]) -> list[str]:
+    """The dtypes of the cache tensors as they cross the artifact's boundary; the graph's where there is no artifact."""
+    names = {t.name for t in (*contract.cache_inputs(), *contract.cache_outputs())}
+    tensors = [t for side in build.get("boundary", {}).values() for t in side]
+    built = [str(t["dtype"]) for t in tensors if t["name"] in names]
+    return sorted(set(built)) or sorted({t.dtype for t in contract.cache_inputs()})
+
+
+def figures(
+    contract: Contract,
+    build: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, Mapping[str, Array]],
+) -> dict[str, Any]:
+    """A row's figures: the errors over all programs and histories, and what the build says (empty: no artifact)."""
+    found: dict[str, Any] = {
+        "form": contract.form,
+        "form_reason": contract.reason,
+        "history_bytes": _bytes(contract.cache_inputs(), build, "inputs"),
+        "delta_bytes": _bytes(contract.cache_outputs(), build, "outputs"),
+    }
+    for name in ("rows", "cycles", "traffic_bytes", "weight_bytes", "internal_bytes", "artifact_bytes"):
+        found[name] = build.get(name)
+    found["cpu_operators"] = build.get("cpu_operators")
+    for label, field in (("kv", "kv"), ("logits", "centred"), ("raw", "raw")):
+        median, worst = _over_all(arrays, field)
+        found |= {f"{label}_median": median, f"{label}_worst": worst}
+    found["kv_over"] = _share_over(arrays, "kv", OVER)
+    centred = found["logits_worst"]
+    found["sqnr_db"] = None if not centred or not centred["value"] else number(-20 * np.log10(centred["value"]))
+    histories = [h for m in metrics.values() for h in m["histories"].values()]
+    found["top1_equal"] = sum(h["top1"]["equal"] for h in histories)
+    found["top1_of"] = sum(h["top1"]["of"] for h in histories)
+    free = {name: m["free"] for name, m in metrics.items() if m["free"]}
+    found["tokens"] = {str(n): _count([f["equal"][str(n)] for f in free.values()]) for n in (*TOKEN_STEPS, "end")}
+    diverged = [{"program": name, **f["diverged"]} for name, f in free.items() if f["diverged"]]
+    found["diverged"] = min(diverged, key=lambda d: d["step"]) if diverged else None
+    return found
+
+
+def _bytes(tensors: Iterable[Tensor], build: Mapping[str, Any], side: str) -> int:
+    """Of cache tensors, each in the dtype that it crosses the artifact's boundary in; unknown: the graph's."""
+    built = {t["name"]: str(t["dtype"]) for t in build.get("boundary", {}).get(side, ())}
+    return sum(math.prod(t.shape) * _ITEM[built.get(t.name, t.dtype)] for t in tensors)
+
+
+def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[float | None, dict[str, Any] | None]:
+    """The median of a measure over all steps, and its worst value with program, history, step, layer and tensor."""
+    every, worst, top = [], None, -1.0
+    for program, found in arrays.items():
+        for history in HISTORIES:
+            values = found.get(f"{history}/{field}")
+            if values is None or not values.size:
+                continue
+            ranked = np.where(np.isfinite(values), values, np.inf)
+            every.append(ranked.ravel())
+            if ranked.max() > top:
+                top = float(ranked.max())
+                at = np.unravel_index(ranked.argmax(), ranked.shape)
+                position = int(found[f"{history}/positions"][at[0]])
+                worst = {"value": number(top), "program": program, "history": history, "step": int(at[0])}
+                worst["position"] = position
+                if len(at) == 3:
+                    worst |= {"layer": int(at[1]), "tensor": TENSORS[at[2]]}
+    return (number(np.median(np.concatenate(every))), worst) if every else (None, None)
+
+
+def _share_over(arrays: Mapping[str, Mapping[str, Array]], field: str, limit: float) -> float | None:
+    """The share of a measure's values above a limit or not finite, over all steps."""
+    every = [a[f"{h}/{field}"] for a in arrays.values() for h in HISTORIES if f"{h}/{field}" in a]
+    values = np.concatenate([x.ravel() for x in every]) if every else np.zeros(0)
+    return number(float(np.mean(~(values <= limit)))) if values.size else None
+
+
+def _count(equal: list[bool | None]) -> str:
+    """How many programs have the reference's token there: `2/2`; empty where none has such a step."""
+    known = [x for x in equal if x is not None]
+    return f"{sum(known)}/{len(known)}" if known else ""

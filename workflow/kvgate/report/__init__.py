@@ -1,0 +1,1 @@
+"""What a person takes away: the table, the pages, the bundles."""

@@ -1,0 +1,169 @@
+"""What a row's bundle is made of: the files of its stages, each held to the record of the stage that wrote it."""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvgate.contract import Contract, canonical, sha256_text
+from kvgate.jobs import digest, hashed, record
+from kvgate.jobs.job import Job, changed, record_path
+from kvgate.jobs.rows import HOST_MASK, HOST_PLATFORM, ONNXRUNTIME
+from kvgate.judging import behaviour
+
+GRAPH = ("model.onnx", "weights.bin")  # the second one only where the graph has its weights outside
+TOKENIZER, TABLES = "tokenizer.json", "host.npz"
+_MAKES = 2  # another number where bundle.half or bundle.tokenizer make something else of the same files
+
+
+class Refused(ValueError):
+    """A bundle that cannot be made. One line: which file, what was got, what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of a stage, held to the stage's record."""
+
+    results: Path
+    above: Path  # the record
+    name: str  # beside it
+    sha256: str | None  # as its stage recorded it; None: the record has no such file
+    large: bool = False  # made here and too large to have twice: linked. All else is copied: it may be a user's own
+
+    @property
+    def path(self) -> Path:
+        return self.above.parent / self.name
+
+    def put(self, target: Path) -> str:
+        """Bring it to `target`; returns its sha256. Raises Refused; of what is linked `Row.hold` does, in its place."""
+        if self.large:
+            record.link(self.path, target)
+            return str(self.sha256)
+        data = self.path.read_bytes()
+        target.write_bytes(data)
+        return self.held(record.sha256(target))
+
+    def held(self, got: str | None = None) -> str:
+        """Its sha256, which is the recorded one. Raises Refused."""
+        got = got or record.sha256(self.path)
+        if got != self.sha256:
+            raise Refused(changed(self.results, self.above, self.name).reason)
+        return got
+
+
+class Row:
+    """A row's files and records in the results folder."""
+
+    def __init__(self, results: Path, verdict: Mapping[str, Any], folder: Path) -> None:
+        """folder: where the bundle will lie."""
+        self.results, self.verdict, self.folder = results, verdict, folder
+        self.row: dict[str, str] = verdict["row"]
+        self.chip = self.row["platform"] != HOST_PLATFORM
+        self.graph, contract = self.path("export").parent, self.source("export", "contract.json")
+        contract.held()
+        self.contract = Contract.from_json(contract.path.read_text(encoding="utf-8"))
+        exported = self.read("export")
+        told = (exported.get("contract"), exported["files"].get(TABLES))
+        if told != (self.contract.digest, self.contract.host_sha256):
+            raise Refused(changed(results, contract.above, contract.name).reason)
+        self.artifact: dict[str, Any] = {}
+        if self.chip:
+            self.source("build", "contract.json").held()
+            self.artifact = record.read(self.path("build").with_name("contract.json"))
+
+    def read(self, stage: str, **names: str) -> dict[str, Any]:
+        """A stage's record. Raises Refused where it was edited."""
+        path = self.path(stage, **names)
+        try:
+            return record.held(path)
+        except ValueError:
+            raise Refused(changed(self.results, path, path.name).reason) from None
+
+    def path(self, stage: str, **names: str) -> Path:
+        return self.results / record_path(stage, self.row | {"part": "decode"} | names)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint's folder. Raises Refused where a file in it was changed or added."""
+        try:
+            return Job("fetch", self.row, {}, {"fetch": self.path("fetch")}, self.results).checkpoint()
+        except record.Blocked as why:
+            raise Refused(why.reason) from None
+
+    def source(self, stage: str, name: str, large: bool = False) -> Source:
+        """A file that lies beside a stage's record, and is listed in it."""
+        return Source(self.results, self.path(stage), name, self.listed(stage).get(name), large)
+
+    def listed(self, stage: str) -> dict[str, str]:
+        """The files of a stage to their sha256, as it recorded them."""
+        return dict(self.read(stage)["files"])
+
+    def sources(self) -> dict[str, Source]:
+        """Names in the bundle -> files that are in it as they are."""
+        at, bytes_ = self.path("judge"), record.encoded(self.verdict)  # a record itself: what the table shows
+        verdict = Source(self.results, at, at.name, hashlib.sha256(bytes_).hexdigest())
+        found = {"graph_contract.json": self.source("export", "contract.json"), "verdict.json": verdict}
+        if self.chip:
+            found["model.rknn"] = self.source("build", "model.rknn", large=True)
+            found["contract.json"] = self.source("build", "contract.json")
+        else:
+            listed = self.listed("export")
+            found |= {name: self.source("export", name, large=True) for name in GRAPH if name in listed}
+        for name in self.listed("fetch"):
+            known = name in ("vocab.json", "merges.txt", "generation_config.json")
+            if known or any(x in name for x in ("token", "spiece")):
+                found[name] = self.source("fetch", name)
+        return found
+
+    def hold(self) -> None:
+        """Hold the bundle's links to their records: by content, as a new link is a move. Raises Refused."""
+        for name, source in self.sources().items():
+            if source.large:
+                source.held(hashed.sha256(self.folder / name, self.results))
+
+    def end_ids(self) -> list[int]:
+        """Of the traces, which are all of this model."""
+        program = next(iter(self.read("verify")["programs"]))
+        return list(self.read("trace", program=program)["end_ids"])
+
+    def engine(self) -> str:
+        """What ran the row on its board; else the vendor's package for a chip."""
+        ran = self.read("run").get("engine") if self.path("run").exists() else None
+        return ran or ("lite" if self.chip else ONNXRUNTIME)
+
+    @cached_property
+    def tables(self) -> str:
+        """What host.npz is made from."""
+        return sha256_text(canonical([_MAKES, self.source("export", TABLES).sha256]))
+
+    @cached_property
+    def tokenizer(self) -> str:
+        """What the tokenizer's files are made from. Raises Refused where one of them was changed."""
+        kinds = (".json", ".model", ".txt", ".jinja")
+        files = {x: self.source("fetch", x).held() for x in self.listed("fetch") if x.endswith(kinds)}
+        return sha256_text(canonical([_MAKES, files, digest.installed(("transformers", "tokenizers"))]))
+
+    def facts(self, special: dict[str, Any]) -> dict[str, Any]:
+        """bundle.json but for the sizes."""
+        identity = self.artifact.get("identity", {})
+        return {
+            "version": 1,
+            "row": self.row,
+            "verdict": self.verdict["verdict"],
+            "ships": behaviour.ships(self.verdict),
+            "platform": self.row["platform"],
+            "engine": self.engine(),
+            "artifact": "model.rknn" if self.chip else "model.onnx",
+            # The folder with the graph, from the bundle's own: a PC runs that.
+            "graph": os.path.relpath(self.graph, self.folder) if self.chip else ".",
+            "contract_digest": self.contract.digest,
+            "custom_string": self.artifact.get("custom_string", ""),
+            "toolkit": identity.get("toolkit", ""),
+            "mask": identity["mask_value"] if self.chip else HOST_MASK,
+            "end_ids": self.end_ids(),
+            "special": special,
+            "made_from": {TABLES: self.tables, TOKENIZER: self.tokenizer},
+        }

@@ -1,0 +1,1 @@
+"""Beside the workflow: preflight and benchmarks."""
