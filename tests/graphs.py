@@ -154,8 +154,7 @@ def worst(found: dict[str, np.ndarray], trace: Trace, history: str) -> tuple[flo
     assert len(at) and trace.logits is not None
     logits = [relative(x, trace.logits[p]) for x, p in zip(found[f"{history}/logits"], at, strict=True)]
     deltas = [0.0]
-    for role, rows in (("key", trace.keys), ("value", trace.values)):
-        for i in range(sum(name.startswith(f"{history}/{role}.") for name in found)):
-            steps = found[f"{history}/{role}.{i}"]
-            deltas += [relative(x, rows[i][p]) for x, p in zip(steps, at, strict=True)]
+    for name, rows in trace.states.items():
+        steps = found.get(f"{history}/{name}")
+        deltas += [] if steps is None else [relative(x, rows[p]) for x, p in zip(steps, at, strict=True)]
     return max(logits), max(deltas)

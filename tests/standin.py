@@ -4,7 +4,8 @@ One attention a layer, no norm, no FFN: enough to see a wrong slot, mask, rotati
 history only from its feeds, by plain indexing of the boundary tensors, written without the host half's code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from kvgate import contract as c
@@ -13,15 +14,48 @@ from kvgate.observe import Trace
 VOCABULARY, HIDDEN = 11, 12
 
 
+@dataclass(frozen=True)
+class Layer:
+    """Hk heads of D channels, and the mask that it reads."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    mask: int = 0
+    rotation: int | None = 0
+
+
+def states(layers: Sequence[Layer], slots: int) -> tuple[c.State, ...]:
+    """K and V of every layer."""
+    pairs = (c.key_value(i, x.kv_heads, x.key_size, x.value_size, slots) for i, x in enumerate(layers))
+    return tuple(state for pair in pairs for state in pair)
+
+
+def layers_of(contract: c.Contract) -> tuple[Layer, ...]:
+    size = {x.name: x.entry for x in contract.states}
+    found = []
+    for i, x in enumerate(contract.layers):
+        (heads, key), (_, value) = size[f"layers.{i}.key"], size[f"layers.{i}.value"]
+        found.append(Layer(heads, key, value, x.mask or 0, x.rotation))
+    return tuple(found)
+
+
+def pairs(views: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """K and V of every layer, out of states by name."""
+    count = len(views) // 2
+    return [(views[f"layers.{i}.key"], views[f"layers.{i}.value"]) for i in range(count)]
+
+
 def contract(
     strategy: str,
     cache: c.Cache,
-    layers: tuple[c.Layer, ...] = (c.Layer(2, 4, 4, mask=0), c.Layer(2, 4, 4, mask=1)),
+    layers: tuple[Layer, ...] = (Layer(2, 4, 4, mask=0), Layer(2, 4, 4, mask=1)),
     windows: tuple[int | None, ...] = (None, 3),
 ) -> c.Contract:
     """The boundary of the stand-in under a strategy."""
     fixed = strategy.startswith("fixed_max")
     slots = cache.capacity
+    kept = states(layers, slots)
     inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, HIDDEN))]
     inputs += [c.Tensor(f"mask.{i}", c.MASK, (1, slots + (not fixed)), index=i) for i in range(len(windows))]
     inputs += [c.Tensor("rotation.0", c.ROTATION, (1, 4, 1, 4))]
@@ -30,11 +64,11 @@ def contract(
     if strategy == "fixed_max_scatter":
         inputs.append(c.Tensor("slot", c.SLOT, (1,), "int64"))
     returned = {"cpu_managed": 1, "dynamic_concat": slots + 1}.get(strategy, slots)
-    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, layers, returned, ".out")]
-    inputs += c.cache_tensors(cache, layers, slots)
+    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, kept, returned, ".out")]
+    inputs += c.cache_tensors(cache, kept, slots)
     return c.Contract(
-        strategy, "decode", "plain", "stand-in", VOCABULARY, HIDDEN, cache, layers, windows, tuple(inputs),
-        tuple(outputs), "",
+        strategy, "decode", "plain", "stand-in", VOCABULARY, HIDDEN, cache, kept,
+        tuple(c.Layer(x.mask, x.rotation) for x in layers), windows, tuple(inputs), tuple(outputs), "",
     )  # fmt: skip
 
 
@@ -57,7 +91,7 @@ def tables(positions: int, size: int = 4) -> dict[str, np.ndarray]:
 class Model:
     """Weights of the stand-in: per layer q, k, v, o; a head."""
 
-    def __init__(self, layers: tuple[c.Layer, ...]) -> None:
+    def __init__(self, layers: tuple[Layer, ...]) -> None:
         rng = np.random.default_rng(1)
         self.layers = layers
         # q is small: garbage of 1e3 in a masked slot must not beat a mask of -1e4
@@ -92,7 +126,8 @@ class Model:
                 first = 0 if window is None else max(0, t - window + 1)
                 x = x + self.attend(i, q, keys[i][first : t + 1], values[i][first : t + 1], np.zeros(t + 1 - first))
             logits[t] = x @ self.head
-        return Trace(tokens, prompt, False, (), keys, values, logits)
+        found = {f"layers.{i}.{kind}": x[i] for i in range(len(keys)) for kind, x in (("key", keys), ("value", values))}
+        return Trace(tokens, prompt, False, (), found, logits)
 
     def generate(self, prompt: list[int], count: int, host: dict[str, np.ndarray], windows: tuple) -> Trace:
         """A greedy generation of `count` tokens by whole-prefix recomputation."""
@@ -105,7 +140,7 @@ class Model:
 
 def index(contract: c.Contract, layer: int, role: str, head: int, channel: int, slot: int) -> tuple[str, tuple]:
     """Name (without suffix) and index of one cache element, spelled out from the contract's definition."""
-    cache, spec = contract.cache, contract.layers[layer]
+    cache, spec = contract.cache, layers_of(contract)[layer]
     name = {"apart": f"{role}.{layer}", "layer": f"pair.{layer}", "model": f"{role}s"}[cache.packing]
     if cache.packing == "model":
         head += layer * spec.kv_heads
@@ -120,7 +155,7 @@ class Engine:
     """Runs the stand-in behind a contract. `break_`: one of the wrong ways, to see them noticed."""
 
     def __init__(self, contract: c.Contract, break_: str = "") -> None:
-        self.contract, self.break_, self.model = contract, break_, Model(contract.layers)
+        self.contract, self.break_, self.model = contract, break_, Model(layers_of(contract))
 
     def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         contract, slots = self.contract, self.contract.cache.capacity
@@ -153,7 +188,7 @@ class Engine:
         return self.model.layer(i, x, rotate)
 
     def _read(self, feeds: Mapping[str, np.ndarray], layer: int, role: str, slots: int) -> np.ndarray:
-        spec = self.contract.layers[layer]
+        spec = self.model.layers[layer]
         rows = np.zeros((slots, spec.kv_heads, spec.key_size))
         for s, h, d in np.ndindex(rows.shape):
             name, at = index(self.contract, layer, role, h, d, s)
@@ -170,6 +205,6 @@ class Counter(Engine):
     """Integers through the cache: key of position p is p + 1000 layer + 100 head + 10 channel; value = that + 0.5."""
 
     def layer(self, i: int, x: np.ndarray, rotate: np.ndarray) -> list[np.ndarray]:
-        shape = (self.contract.layers[i].kv_heads, self.contract.layers[i].key_size)
+        shape = (self.model.layers[i].kv_heads, self.model.layers[i].key_size)
         key = x[0] + 1000 * i + 100 * np.arange(shape[0])[:, None] + 10 * np.arange(shape[1])[None]
         return [np.zeros(shape), key, key + 0.5]

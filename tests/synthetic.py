@@ -39,12 +39,12 @@ BUILD = {
 
 def contract(**changes: Any) -> c.Contract:
     cache = c.Cache(capacity=CAPACITY)
-    layers = tuple(c.Layer(HEADS, SIZE, SIZE) for _ in range(LAYERS))
+    states = tuple(x for i in range(LAYERS) for x in c.key_value(i, HEADS, SIZE, SIZE, CAPACITY))
     inputs = (c.Tensor("embedding", c.EMBEDDING, (1, 1, 4)), c.Tensor("rotation.0", c.ROTATION, (1, SIZE, 1, SIZE)))
-    outputs = (c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, layers, 1, ".out"))
+    outputs = (c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, states, 1, ".out"))
     made = c.Contract(
-        "cpu_managed", "decode", "recipe", "", VOCABULARY, 4, cache, layers, (None,),
-        (*inputs, *c.cache_tensors(cache, layers, CAPACITY)), outputs, "",
+        "cpu_managed", "decode", "recipe", "", VOCABULARY, 4, cache, states, (c.Layer(),) * LAYERS, (None,),
+        (*inputs, *c.cache_tensors(cache, states, CAPACITY)), outputs, "",
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -56,7 +56,8 @@ def trace(text: bool = False, tokens: int = TOKENS) -> Trace:
     logits = rng.normal(size=(tokens, VOCABULARY)).astype(np.float32)
     logits[np.arange(tokens), np.roll(ids, -1)] = logits.max(axis=1) + 5
     kv = rng.normal(size=(2, LAYERS, tokens, HEADS, SIZE)).astype(np.float32)
-    return Trace(ids, tokens if text else PROMPT, not text, (int(ids[-1]),), list(kv[0]), list(kv[1]), logits)
+    states = {f"layers.{i}.{kind}": x[i] for i in range(LAYERS) for kind, x in zip(("key", "value"), kv, strict=True)}
+    return Trace(ids, tokens if text else PROMPT, not text, (int(ids[-1]),), states, logits)
 
 
 def observation(of: Trace) -> dict[str, np.ndarray]:
@@ -70,8 +71,8 @@ def observation(of: Trace) -> dict[str, np.ndarray]:
         found[f"{history}/logits"] = of.logits[positions].copy()
         found[f"{history}/disturbed"] = np.zeros(len(positions))
         for i in range(LAYERS):
-            found[f"{history}/key.{i}"] = of.keys[i][positions].copy()
-            found[f"{history}/value.{i}"] = of.values[i][positions].copy()
+            found[f"{history}/layers.{i}.key"] = of.states[f"layers.{i}.key"][positions].copy()
+            found[f"{history}/layers.{i}.value"] = of.states[f"layers.{i}.value"][positions].copy()
     if of.prompt < len(of.tokens):
         found |= {"free/tokens": of.tokens[PROMPT:].copy(), "free/diverged": np.array(-1)}
     return found

@@ -80,7 +80,7 @@ def test_gate_fails_while_rows_are_missing(tmp_path):
     assert done.returncode == 1
 
 
-HEAVY = """import sys, kvgate.planning.plan, kvgate.report.progress
+HEAVY = """import sys, kvgate.planning.plan, kvgate.planning.progress
 print(sorted({'torch', 'onnx', 'numpy', 'rknn'} & set(sys.modules)))"""
 
 

@@ -42,8 +42,8 @@ class Forgetful(habits.Toolkit):
 def test_f1_f2_a_cube_goes_in_as_it_is():
     """A cache whose extents are equal is taken transposed without a word; our engine says what it is."""
     cube = np.arange(3 * 512, dtype=np.float32).reshape(3, 8, 8, 8)
-    sides = ((c.Tensor("key.0", c.KEY, cube.shape, layer=0),), (c.Tensor("y", c.KEY, cube.shape, layer=0),))
-    boundary = c.Contract("cpu_managed", "decode", "plain", "", 11, 12, c.Cache(8), (), (None,), *sides, "")
+    sides = ((c.Tensor("key.0", c.STATE, cube.shape),), (c.Tensor("y", c.STATE, cube.shape),))
+    boundary = c.Contract("cpu_managed", "decode", "plain", "", 11, 12, c.Cache(8), (), (), (None,), *sides, "")
     weight = np.random.default_rng(0).normal(size=cube.shape).astype(np.float32)  # where a value lands matters
 
     def step(feeds):
@@ -62,7 +62,7 @@ def test_f2_f5_feeds_go_by_name(llama, trace, rank):
     graph = llama.export("cpu_managed", capacity=CAPACITY, rank=rank)
     toolkit = habits.Toolkit(graph.engine.step, graph.contract)
     engine, host = Simulator(toolkit, graph.contract), graph.host()
-    host.fill(trace.tokens.tolist(), trace.keys, trace.values, 4)
+    host.fill(trace.tokens.tolist(), trace.states, 4)
     feeds = host.feeds(int(trace.tokens[4]))
     backwards = dict(reversed(feeds.items()))
     wanted = trace.logits[4] - graph.contract.shift
@@ -85,9 +85,7 @@ class Misread:
 
     def step(self, feeds):
         roles = {t.name: t.role for t in self.graph.contract.inputs}
-        return self.graph.engine.step(
-            {k: self._misread(v) if roles[k] in c.CACHE_ROLES else v for k, v in feeds.items()}
-        )
+        return self.graph.engine.step({k: self._misread(v) if roles[k] == c.STATE else v for k, v in feeds.items()})
 
     @staticmethod
     def _misread(x):
@@ -131,7 +129,7 @@ class Rounded:
 def misplaced(module, position, *mixin):
     """What a step at `position` is fed that is not that position's, of 4,100 slots."""
     capacity = 4100
-    contract = standin.contract(module, c.Cache(capacity), (c.Layer(1, 4, 4),), (None,))
+    contract = standin.contract(module, c.Cache(capacity), (standin.Layer(1, 4, 4),), (None,))
     right = importlib.import_module(f"kvgate.strategies.{module}.host").Host
     host = type("Host", (*mixin, right), {})(contract, standin.tables(capacity), -1e4)
     host.length = position

@@ -53,13 +53,14 @@ class Graph:
 
 
 def contract(mask: str = "mask.0") -> c.Contract:
-    cache, layers = c.Cache(SLOTS), (c.Layer(HEADS, SIZE, SIZE, rotation=None),) * LAYERS
+    cache = c.Cache(SLOTS)
+    states = tuple(x for i in range(LAYERS) for x in c.key_value(i, HEADS, SIZE, SIZE, SLOTS))
     inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, HIDDEN)), c.Tensor(mask, c.MASK, (1, SLOTS + 1))]
-    inputs += c.cache_tensors(cache, layers, SLOTS)
-    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, layers, 1, ".out")]
+    inputs += c.cache_tensors(cache, states, SLOTS)
+    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, VOCABULARY)), *c.cache_tensors(cache, states, 1, ".out")]
     return c.Contract(
-        "cpu_managed", "decode", "plain", "by hand", VOCABULARY, HIDDEN, cache, layers, (None,), tuple(inputs),
-        tuple(outputs), "",
+        "cpu_managed", "decode", "plain", "by hand", VOCABULARY, HIDDEN, cache, states,
+        (c.Layer(rotation=None),) * LAYERS, (None,), tuple(inputs), tuple(outputs), "",
     )  # fmt: skip
 
 
@@ -112,9 +113,8 @@ def trace(graph: Path, boundary: c.Contract, ids: np.ndarray, prompt: int) -> Tr
     """A program's trace, by running the graph itself over its own cache in ONNX Runtime."""
     host, run = Host(boundary, tables(), -1e4), engine.Engine(graph, boundary)
     steps = [host.take(run.step(host.feeds(int(t)))) for t in ids[:SLOTS]]
-    keys = [np.stack([s.keys[i] for s in steps]) for i in range(LAYERS)]
-    values = [np.stack([s.values[i] for s in steps]) for i in range(LAYERS)]
-    return Trace(ids, prompt, False, (), keys, values, np.stack([s.logits for s in steps]))
+    states = {name: np.stack([s.states[name] for s in steps]) for name in steps[0].states}
+    return Trace(ids, prompt, False, (), states, np.stack([s.logits for s in steps]))
 
 
 def exported(export: Path, boundary: c.Contract, *more: str) -> None:

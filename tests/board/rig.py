@@ -217,12 +217,12 @@ def ends(pid: int, seconds: float = 5) -> bool:
 
 def trace(tokens: int = 6, prompt: int = 3, contract: c.Contract = CONTRACT) -> bytes:
     """A trace of the stand-in, as file."""
-    made = standin.Model(contract.layers).trace(
+    made = standin.Model(standin.layers_of(contract)).trace(
         np.arange(tokens) % standin.VOCABULARY, prompt, standin.tables(64), contract.windows
     )
     buffer = io.BytesIO()
     arrays = {"tokens": made.tokens, "prompt": prompt, "ended": False, "end_ids": (), "logits": made.logits}
-    arrays |= {f"key.{i}": k for i, k in enumerate(made.keys)} | {f"value.{i}": v for i, v in enumerate(made.values)}
+    arrays |= made.states
     np.savez(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()
 

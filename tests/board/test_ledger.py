@@ -8,7 +8,7 @@ from kvgate import contract as c
 from kvgate.board import ledger
 
 CONTRACT = c.Contract(
-    "s", "decode", "plain", "", 5, 4, c.Cache(8), (), (),
+    "s", "decode", "plain", "", 5, 4, c.Cache(8), (), (), (),
     (c.Tensor("embedding", c.EMBEDDING, (1, 1, 4)), c.Tensor("slot", c.SLOT, (1,), "int64")),
     (c.Tensor("logits", c.LOGITS, (1, 1, 5)),), "",
 )  # fmt: skip

@@ -24,13 +24,13 @@ from kvgate.board.engine import EngineError
 CACHE = Path(os.environ.get("KVGATE_TEST_CACHE") or Path(__file__).parents[1] / ".cache") / "wheels"
 VERSION = "2.5.0"
 INPUTS = (
-    c.Tensor("key", c.KEY, (2, 3, 1, 4)),
+    c.Tensor("key", c.STATE, (2, 3, 1, 4)),
     c.Tensor("mask", c.MASK, (1, 5)),
     c.Tensor("slot", c.SLOT, (1,), "int64"),
     c.Tensor("write", c.WRITE, (1, 4), "bool"),
 )
-OUTPUTS = (c.Tensor("logits", c.LOGITS, (1, 1, 7)), c.Tensor("key.out", c.KEY, (2, 3, 1, 1)))
-CONTRACT = c.Contract("s", "decode", "plain", "", 7, 4, c.Cache(4), (), (), INPUTS, OUTPUTS, "")
+OUTPUTS = (c.Tensor("logits", c.LOGITS, (1, 1, 7)), c.Tensor("key.out", c.STATE, (2, 3, 1, 1)))
+CONTRACT = c.Contract("s", "decode", "plain", "", 7, 4, c.Cache(4), (), (), (), INPUTS, OUTPUTS, "")
 
 
 class Double:

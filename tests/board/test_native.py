@@ -70,14 +70,14 @@ def plain(*shapes: tuple[int, ...], outputs: tuple[tuple[int, ...], ...] = ((1, 
     """A contract of bare tensors."""
     ins = tuple(c.Tensor(f"in{i}", "x", shape) for i, shape in enumerate(shapes))
     outs = tuple(c.Tensor(f"out{i}", "y", shape) for i, shape in enumerate(outputs))
-    return c.Contract("", "decode", "plain", "", 4, 4, c.Cache(4), (), (), ins, outs, "")
+    return c.Contract("", "decode", "plain", "", 4, 4, c.Cache(4), (), (), (), ins, outs, "")
 
 
 # A decoder through the boundary
 
 
 def trace(contract: c.Contract) -> standin.Trace:
-    return standin.Model(contract.layers).generate([3, 1, 4], 4, standin.tables(64), contract.windows)
+    return standin.Model(standin.layers_of(contract)).generate([3, 1, 4], 4, standin.tables(64), contract.windows)
 
 
 def seen(engine: object, host: shared.Host, contract: c.Contract) -> dict[str, np.ndarray]:
@@ -151,7 +151,7 @@ def test_where_memories_change_places_no_slot_is_copied(library, strategy):
 
 def test_a_growing_cache_is_swapped_where_its_slots_lie_outside(library):
     """One KV head, slots before channels: the history is the first part of what comes back."""
-    layers = (c.Layer(1, 4, 4, mask=0), c.Layer(1, 4, 4, mask=1))
+    layers = (standin.Layer(1, 4, 4, mask=0), standin.Layer(1, 4, 4, mask=1))
     contract = standin.contract("dynamic_concat", c.Cache(8, "rows", 3), layers)
     engine = opened(library, contract)
     library.compute(contract, standin.Engine(contract).step)

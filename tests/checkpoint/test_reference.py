@@ -56,11 +56,13 @@ def test_keys_values_and_logits_equal_those_of_single_steps(model):
     assert found.logits.shape == (11, 300)
     np.testing.assert_allclose(found.logits, np.stack(logits), atol=2e-6)
     for i, layer in enumerate(cache.layers):
-        assert found.keys[i].shape == (11, 2, 8)
-        np.testing.assert_allclose(found.keys[i], layer.keys[0].transpose(0, 1).numpy(), atol=2e-6)
-        np.testing.assert_allclose(found.values[i], layer.values[0].transpose(0, 1).numpy(), atol=2e-6)
-    shifted = np.roll(found.keys[0], 1, axis=0)
-    assert np.abs(shifted - found.keys[0]).max() > 0.1  # a slot off by one would be seen
+        assert found.states[f"layers.{i}.key"].shape == (11, 2, 8)
+        np.testing.assert_allclose(found.states[f"layers.{i}.key"], layer.keys[0].transpose(0, 1).numpy(), atol=2e-6)
+        np.testing.assert_allclose(
+            found.states[f"layers.{i}.value"], layer.values[0].transpose(0, 1).numpy(), atol=2e-6
+        )
+    shifted = np.roll(found.states["layers.0.key"], 1, axis=0)
+    assert np.abs(shifted - found.states["layers.0.key"]).max() > 0.1  # a slot off by one would be seen
 
 
 def test_greedy_token_is_the_logits_own(model):
@@ -80,7 +82,9 @@ def test_an_end_token_is_kept_and_ends_it(model):
 def test_without_logits(model):
     found = reference.trace(model, PROMPT, logits=False)
     assert found.logits is None
-    np.testing.assert_allclose(found.keys[1], reference.trace(model, PROMPT).keys[1], atol=1e-6)
+    np.testing.assert_allclose(
+        found.states["layers.1.key"], reference.trace(model, PROMPT).states["layers.1.key"], atol=1e-6
+    )
 
 
 def test_a_sliding_layer_is_not_cut_to_its_window_and_the_window_acts():
@@ -88,7 +92,7 @@ def test_a_sliding_layer_is_not_cut_to_its_window_and_the_window_acts():
     narrow = made(model_type="mistral", sliding_window=4, **sizes)
     wide = made(model_type="mistral", sliding_window=None, **sizes)
     found = reference.trace(narrow, list(range(12)))
-    assert found.keys[1].shape == (12, 2, 8)
+    assert found.states["layers.1.key"].shape == (12, 2, 8)
     with torch.inference_mode():
         plain = narrow(torch.tensor([list(range(12))]), use_cache=False).logits[0].numpy()
     np.testing.assert_allclose(found.logits, plain, atol=1e-6)
@@ -98,7 +102,7 @@ def test_a_sliding_layer_is_not_cut_to_its_window_and_the_window_acts():
 def test_repeated_heads_of_falcon_are_taken_once():
     falcon = made(model_type="falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
     found = reference.trace(falcon, PROMPT)
-    assert found.keys[0].shape == (5, 2, 8)  # 4 heads are cached, 2 differ
+    assert found.states["layers.0.key"].shape == (5, 2, 8)  # 4 heads are cached, 2 differ
 
 
 def test_heads_that_only_look_repeated_are_kept(model):
@@ -163,14 +167,14 @@ def test_the_same_bytes_again(model, tmp_path):
         reference.trace(model, PROMPT, new=4).save(str(tmp_path / name))
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
     again = observe.Trace.load(str(tmp_path / "a.npz"))
-    assert again.prompt == 5 and again.keys[1].shape == (9, 2, 8)
+    assert again.prompt == 5 and again.states["layers.1.key"].shape == (9, 2, 8)
 
 
 ENDS = (7, 211)
 DRAW = """
 import sys, torch
 from pathlib import Path
-from kvgate import reference
+from kvgate.checkpoint import reference
 torch.manual_seed(int(sys.argv[2]))
 torch.set_num_threads(1)
 print(*reference.draw(reference.load(Path(sys.argv[1])), [5, 200, 17, 17, 90], 40, (7, 211)))
@@ -253,8 +257,8 @@ def test_a_family_s_reference_is_float64_throughout(tmp_path, family):
     attention = refusals.attention(exact.config.to_dict())
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation=attention).eval()
     found = reference.trace(exact, tokens, new=8)
-    scores, keys, values = reference.whole(plain, found.tokens.tolist())
-    pairs = [(found.logits, scores), *zip(found.keys, keys, strict=True), *zip(found.values, values, strict=True)]
+    scores, states = reference.whole(plain, found.tokens.tolist())
+    pairs = [(found.logits, scores), *((x, states[name]) for name, x in found.states.items())]
     for got, wanted in pairs:
         assert got.dtype == np.float32 and np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
     assert found.tokens.tolist() == reference.trace(plain, tokens, new=8).tokens.tolist()

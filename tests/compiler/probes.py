@@ -32,8 +32,8 @@ def save(nodes: list[tuple], inputs: Sides, outputs: Sides, constants: dict[str,
 
 
 def contract(inputs: dict[str, tuple], outputs: dict[str, tuple]) -> c.Contract:
-    sides = [tuple(c.Tensor(n, c.KEY, s) for n, s in side.items()) for side in (inputs, outputs)]
-    return c.Contract("cpu_managed", "decode", "plain", "", 1, 1, c.Cache(1), (), (), sides[0], sides[1], "")
+    sides = [tuple(c.Tensor(n, c.STATE, s) for n, s in side.items()) for side in (inputs, outputs)]
+    return c.Contract("cpu_managed", "decode", "plain", "", 1, 1, c.Cache(1), (), (), (), sides[0], sides[1], "")
 
 
 def built(graph: str, platform: str = "rk3576", quantize: str = "", **config: Any) -> Any:

@@ -103,9 +103,9 @@ def test_only_drawn_texts_still_cover_the_first_position() -> None:
 
 
 def test_which_texts_are_drawn_is_read_from_their_traces(tmp_path: Path) -> None:
-    kv = [np.zeros((6, 1, 2), np.float32)]
+    states = {f"layers.0.{kind}": np.zeros((6, 1, 2), np.float32) for kind in ("key", "value")}
     for name, prompt in (("a", 6), ("b", 2)):
-        Trace(np.arange(6), prompt, False, (), kv, kv).save(str(tmp_path / name))
+        Trace(np.arange(6), prompt, False, (), states).save(str(tmp_path / name))
     found, drawn = calibration.tokens({name: tmp_path / name for name in "ab"})
     assert drawn == {"b": 2} and found["a"].tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -165,9 +165,10 @@ class World:
         for i, name in enumerate("ab"):
             rng = np.random.default_rng(i)
             shape = (tinygraph.SLOTS, tinygraph.HEADS, tinygraph.SIZE)
-            states = [[rng.normal(size=shape).astype(np.float32) for _ in range(2)] for _ in range(2)]
+            names = [f"layers.{layer}.{kind}" for kind in ("key", "value") for layer in range(2)]
+            states = {state: rng.normal(size=shape).astype(np.float32) for state in names}
             tokens = rng.integers(0, tinygraph.VOCABULARY, tinygraph.SLOTS)
-            Trace(tokens, len(tokens), False, (), *states).save(str(folder / f"{name}.npz"))
+            Trace(tokens, len(tokens), False, (), states).save(str(folder / f"{name}.npz"))
             self.traces[name] = folder / f"{name}.npz"
 
     def write(self, folder: Path, *samples: Sample) -> list[list[np.ndarray]]:
@@ -183,14 +184,14 @@ def test_files_are_the_isolated_feeds(tmp_path: Path) -> None:
     assert len(lines) == 3
     for arrays, sample in zip(lines, samples, strict=True):
         trace = Trace.load(str(world.traces[sample.text]))
-        world.host.fill(trace.tokens.tolist(), trace.keys, trace.values, sample.position)
+        world.host.fill(trace.tokens.tolist(), trace.states, sample.position)
         feeds = world.host.feeds(int(trace.tokens[sample.position]))
         assert [a.dtype for a in arrays] == [t.dtype for t in world.contract.inputs]
         for array, (name, fed) in zip(arrays, feeds.items(), strict=True):
             assert array.shape == fed.shape and np.array_equal(array, fed), name
     key = lines[1][2]  # key.0 [Hk, D, 1, S] of (b, 3), read by plain indexing
     trace = Trace.load(str(world.traces["b"]))
-    assert key[1, 5, 0, 2] == trace.keys[0][2, 1, 5] and not key[..., 3:].any()
+    assert key[1, 5, 0, 2] == trace.states["layers.0.key"][2, 1, 5] and not key[..., 3:].any()
 
 
 def test_identical_samples_are_refused(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_identical_samples_are_refused(tmp_path: Path) -> None:
 def test_nan_and_infinity_are_refused_by_name(tmp_path: Path, bad: float) -> None:
     world = World(tmp_path)
     trace = Trace.load(str(world.traces["b"]))
-    trace.values[1][2, 0, 0] = bad
+    trace.states["layers.1.value"][2, 0, 0] = bad
     trace.save(str(world.traces["b"]))
     world.write(tmp_path, Sample("b", 2))  # not reached yet
     with pytest.raises(record.Blocked, match=r"sample \(b, 3\), input 'value.1': got NaN or infinity"):
@@ -213,10 +214,10 @@ def test_nan_and_infinity_are_refused_by_name(tmp_path: Path, bad: float) -> Non
 def test_what_float16_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     world = World(tmp_path)
     trace = Trace.load(str(world.traces["b"]))
-    trace.keys[1][2, 1, 3] = -65504
+    trace.states["layers.1.key"][2, 1, 3] = -65504
     trace.save(str(world.traces["b"]))
     world.write(tmp_path, Sample("b", 3))
-    trace.keys[1][2, 1, 3] = -70000
+    trace.states["layers.1.key"][2, 1, 3] = -70000
     trace.save(str(world.traces["b"]))
     line = r"sample \(b, 3\), input 'key.1': got 7e\+04, allowed: at most 65504 \(float16\)"
     with pytest.raises(record.Blocked, match=line):

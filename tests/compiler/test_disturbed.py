@@ -30,7 +30,7 @@ def disturbed(trace: Trace, by: float) -> Trace:
     def off(rows: np.ndarray) -> np.ndarray:
         return (rows * (1 + by * generator.standard_normal(rows.shape))).astype(np.float32)
 
-    return replace(trace, keys=[off(x) for x in trace.keys], values=[off(x) for x in trace.values])
+    return replace(trace, states={name: off(x) for name, x in trace.states.items()})
 
 
 class Rows:

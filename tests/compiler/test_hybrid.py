@@ -37,17 +37,16 @@ def built(folder: Path, family: str, quant: dict[str, Any], module: str = "cpu_m
     trace = model.text(CAPACITY)
     texts = [model.text(CAPACITY, seed) for seed in (2, 3)]
     body = model.build(model.export(module, capacity=CAPACITY), trace, 8, quant, texts)
-    assert trace.keys is not None and trace.values is not None
-    return body, max(median(body["observed"], role, x) for role, x in (("key", trace.keys), ("value", trace.values)))
+    return body, max(median(body["observed"], kind, trace.states) for kind in ("key", "value"))
 
 
-def median(found: dict[str, np.ndarray], role: str, true: list[np.ndarray]) -> float:
+def median(found: dict[str, np.ndarray], kind: str, true: dict[str, np.ndarray]) -> float:
     at = found["isolated/positions"]
     assert len(at) == 8
-    layers = [found[f"isolated/{role}.{i}"] for i in range(len(true))]
     return max(
-        float(np.median([relative(x, t[p]) for x, p in zip(y, at, strict=True)]))
-        for y, t in zip(layers, true, strict=True)
+        float(np.median([relative(x, t[p]) for x, p in zip(found[f"isolated/{name}"], at, strict=True)]))
+        for name, t in true.items()
+        if name.endswith(kind)
     )
 
 

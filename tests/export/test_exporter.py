@@ -55,8 +55,8 @@ def test_right_in_every_history(mistral, module):
     assert found["forced/positions"].tolist() == list(range(CAPACITY))
     for history in ("isolated", "forced"):
         np.testing.assert_allclose(found[f"{history}/logits"], trace.logits[:CAPACITY], rtol=1e-3, atol=1e-4)
-        for i, key in enumerate(trace.keys if module != "recompute" else []):
-            np.testing.assert_allclose(found[f"{history}/key.{i}"], key[:CAPACITY], rtol=1e-3, atol=1e-4)
+        for name, rows in trace.states.items() if module != "recompute" else ():
+            np.testing.assert_allclose(found[f"{history}/{name}"], rows[:CAPACITY], rtol=1e-3, atol=1e-4)
     assert found["free/diverged"] == -1 and not found["forced/disturbed"].any()
     with pytest.raises(ValueError, match="cache full"):
         host.feeds(1)
@@ -128,13 +128,13 @@ def test_the_graph_is_transformers_own(mistral, tmp_path):
 def test_the_contract_names_every_role(mistral):
     _, jobs, bodies, _ = mistral
     contract, *_ = opened(jobs["hf_export"])
-    assert [t.role for t in contract.inputs] == [c.IDS, c.POSITION, c.ATTENTION_MASK, *[c.KEY, c.VALUE] * 2]
-    assert [t.role for t in contract.outputs] == [c.LOGITS, *[c.KEY, c.VALUE] * 2]
-    assert [t.layer for t in contract.cache_inputs()] == [0, 0, 1, 1]
+    assert [t.role for t in contract.inputs] == [c.IDS, c.POSITION, c.ATTENTION_MASK, *[c.STATE] * 4]
+    assert [t.role for t in contract.outputs] == [c.LOGITS, *[c.STATE] * 4]
+    assert [t.states for t in contract.cache_inputs()] == [(x.name,) for x in contract.states]
     assert {t.shape for t in contract.cache_inputs()} == {(1, 2, CAPACITY, 16)}
     assert {t.shape for t in contract.cache_outputs()} == {(1, 2, CAPACITY + 1, 16)}
     assert len({t.name for t in (*contract.inputs, *contract.outputs)}) == 12
-    assert contract.layers == (c.Layer(2, 16, 16, rotation=None),) * 2 and contract.form == "exporter"
+    assert contract.layers == (c.Layer(rotation=None),) * 2 and contract.form == "exporter"
     whole, *_ = opened(jobs["recompute"])
     assert [t.shape for t in whole.inputs] == [(1, CAPACITY)] and whole.outputs[0].shape == (1, CAPACITY, 97)
     for module, run in jobs.items():

@@ -46,7 +46,7 @@ def everywhere(sweep: Sweep, name: str, change: Callable[[Array], Array]) -> Non
 @fault(1, "key", 9, gate="kv_l2")
 def one_key_is_off_by_two_percent(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        seen["isolated/key.1"][9] *= 1.02
+        seen["isolated/layers.1.key"][9] *= 1.02
 
 
 @fault(2, "value", 20, history="forced", gate="kv_l2")
@@ -54,13 +54,13 @@ def a_cache_drifts(sweep: Sweep) -> None:
     """Each step a little more than the one before: over 1 % from position 20 on."""
     with observed(sweep) as seen:
         rate = 1 + 0.00052 * np.arange(SLOTS)
-        seen["forced/value.2"] *= rate[:, None, None].astype(np.float32)
+        seen["forced/layers.2.value"] *= rate[:, None, None].astype(np.float32)
 
 
 @fault(0, "value", SLOTS - 1, history="forced", gate="kv_l2")
 def the_last_slot_is_off(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        seen["forced/value.0"][-1] *= 0.9
+        seen["forced/layers.0.value"][-1] *= 0.9
 
 
 @fault(None, "logits", 12, gate="logits_l2")
@@ -86,7 +86,7 @@ def one_best_token_is_another(sweep: Sweep) -> None:
 @fault(2, "key", 5, gate="kv_l2", says="NaN", finds="nan")
 def a_key_is_not_a_number(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        seen["isolated/key.2"][5:, 1, 3] = np.nan
+        seen["isolated/layers.2.key"][5:, 1, 3] = np.nan
 
 
 @fault(None, "logits", 0, says="infinite", finds="inf")
@@ -97,7 +97,7 @@ def logits_are_infinite(sweep: Sweep) -> None:
 @fault(1, "value", 3, history="forced", gate="kv_l2", finds="all_zero")
 def a_value_is_zero(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        seen["forced/value.1"][3] = 0
+        seen["forced/layers.1.value"][3] = 0
 
 
 @fault(None, "logits", 4, says="all values equal", finds="all_equal")
@@ -111,24 +111,25 @@ def logits_are_one_number(sweep: Sweep) -> None:
 
 @fault(0, "key", 0, says="heads")
 def heads_are_permuted(sweep: Sweep) -> None:
-    everywhere(sweep, "key.0", lambda x: x[:, ::-1])
+    everywhere(sweep, "layers.0.key", lambda x: x[:, ::-1])
 
 
 @fault(1, "value", 0, says=r"written as \(channels, heads\), read as \(heads, channels\)")
 def a_value_has_another_layout(sweep: Sweep) -> None:
-    everywhere(sweep, "value.1", lambda x: x.transpose(0, 2, 1).reshape(x.shape))
+    everywhere(sweep, "layers.1.value", lambda x: x.transpose(0, 2, 1).reshape(x.shape))
 
 
 @fault(1, "key", 0, says="pairs of channels")
 def channels_are_interleaved(sweep: Sweep) -> None:
-    everywhere(sweep, "key.1", lambda x: x.reshape(*x.shape[:2], 2, -1).swapaxes(2, 3).reshape(x.shape))
+    everywhere(sweep, "layers.1.key", lambda x: x.reshape(*x.shape[:2], 2, -1).swapaxes(2, 3).reshape(x.shape))
 
 
 @fault(2, "key", 0, says="holds the value of layer 2")
 def key_and_value_are_swapped(sweep: Sweep) -> None:
     with observed(sweep) as seen:
         for h in HISTORIES:
-            seen[f"{h}/key.2"], seen[f"{h}/value.2"] = seen[f"{h}/value.2"], seen[f"{h}/key.2"]
+            key, value = f"{h}/layers.2.key", f"{h}/layers.2.value"
+            seen[key], seen[value] = seen[value], seen[key]
 
 
 @fault(0, "key", 0, says="holds the key of layer 1")
@@ -136,7 +137,9 @@ def layers_are_in_another_order(sweep: Sweep) -> None:
     with observed(sweep) as seen:
         for h in HISTORIES:
             moved = {
-                f"{h}/{t}.{n}": seen[f"{h}/{t}.{(n + 1) % LAYERS}"] for n in range(LAYERS) for t in ("key", "value")
+                f"{h}/layers.{n}.{t}": seen[f"{h}/layers.{(n + 1) % LAYERS}.{t}"]
+                for n in range(LAYERS)
+                for t in ("key", "value")
             }
             seen |= moved
 
@@ -144,12 +147,12 @@ def layers_are_in_another_order(sweep: Sweep) -> None:
 @fault(0, "key", 0, history="forced", says="holds position 30 instead of 31")
 def the_slot_before_is_given_back(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        seen["forced/key.0"] = np.roll(seen["forced/key.0"], 1, axis=0)
+        seen["forced/layers.0.key"] = np.roll(seen["forced/layers.0.key"], 1, axis=0)
 
 
 @fault(0, "key", 1, says="holds position 0 instead of 31")
 def the_first_position_is_baked_in(sweep: Sweep) -> None:
-    everywhere(sweep, "key.0", lambda x: np.repeat(x[:1], len(x), axis=0))
+    everywhere(sweep, "layers.0.key", lambda x: np.repeat(x[:1], len(x), axis=0))
 
 
 # Scales
@@ -157,12 +160,12 @@ def the_first_position_is_baked_in(sweep: Sweep) -> None:
 
 @fault(0, "key", 0, gate="kv_l2")
 def a_tensor_has_half_its_scale(sweep: Sweep) -> None:
-    everywhere(sweep, "key.0", lambda x: x / 2)
+    everywhere(sweep, "layers.0.key", lambda x: x / 2)
 
 
 @fault(1, "value", 0, gate="kv_l2")
 def one_head_has_another_scale(sweep: Sweep) -> None:
-    everywhere(sweep, "value.1", lambda x: x * np.array([1, 1.25], np.float32)[:, None])
+    everywhere(sweep, "layers.1.value", lambda x: x * np.array([1, 1.25], np.float32)[:, None])
 
 
 @fault(2, "key", 0, gate="kv_l2")
@@ -171,12 +174,12 @@ def a_tensor_is_rounded_to_eight_steps(sweep: Sweep) -> None:
         scale = np.abs(x).max() / 4
         return (np.round(x / scale) * scale).astype(np.float32)
 
-    everywhere(sweep, "key.2", coarse)
+    everywhere(sweep, "layers.2.key", coarse)
 
 
 @fault(1, "key", 0, gate="kv_l2")
 def large_values_are_cut_off(sweep: Sweep) -> None:
-    everywhere(sweep, "key.1", lambda x: np.clip(x, -0.5, 0.5))
+    everywhere(sweep, "layers.1.key", lambda x: np.clip(x, -0.5, 0.5))
 
 
 # Slots that should come back as fed
@@ -217,8 +220,8 @@ def the_observation_is_of_another_text(sweep: Sweep) -> None:
     with observed(sweep) as seen:
         for h in HISTORIES:
             for n in range(LAYERS):
-                seen[f"{h}/key.{n}"] = other.keys[n][seen[f"{h}/positions"]]
-                seen[f"{h}/value.{n}"] = other.values[n][seen[f"{h}/positions"]]
+                seen[f"{h}/layers.{n}.key"] = other.states[f"layers.{n}.key"][seen[f"{h}/positions"]]
+                seen[f"{h}/layers.{n}.value"] = other.states[f"layers.{n}.value"][seen[f"{h}/positions"]]
 
 
 @pytest.mark.parametrize(("plant", "place"), fault.cases())

@@ -91,10 +91,10 @@ def a_history_has_no_steps(sweep: Sweep) -> None:
         steps(seen, "isolated", slice(0))
 
 
-@fails("lacks forced/value.2, which the contract returns")
+@fails("lacks forced/layers.2.value, which the contract returns")
 def a_tensor_was_not_observed(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        del seen["forced/value.2"]
+        del seen["forced/layers.2.value"]
 
 
 @fails(r"comparison: got shape \(287,\), allowed: the reference's \(288,\)")
@@ -106,7 +106,7 @@ def the_vocabulary_is_cut(sweep: Sweep) -> None:
 @fails(r"comparison: got shape \(32, 1, 16\), allowed: the reference's \(32, 2, 16\)")
 def a_head_is_missing(sweep: Sweep) -> None:
     with observed(sweep) as seen:
-        seen["isolated/key.0"] = seen["isolated/key.0"][:, :1]
+        seen["isolated/layers.0.key"] = seen["isolated/layers.0.key"][:, :1]
 
 
 @fails("isolated: got 31 logits for 32 steps, allowed: equal, at least 1")
@@ -146,7 +146,7 @@ def retraced(sweep: Sweep, change: Any) -> None:
 
 def test_a_reference_that_is_not_a_number_compares_with_nothing(chip):
     def change(arrays: dict[str, np.ndarray]) -> None:
-        arrays["key.1"][4] = np.nan
+        arrays["layers.1.key"][4] = np.nan
 
     retraced(chip, change)
     chip.run("verify")

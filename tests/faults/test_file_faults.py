@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kvgate.jobs import record, store
-from kvgate.planning import audit
-from kvgate.report import bundle, progress
+from kvgate.planning import audit, progress
+from kvgate.report import bundle
 from planting import CHIP, INT8, Sweep, config, shipped
 
 # Stage and file, and the stages that open it.
@@ -201,7 +201,7 @@ def failing(sweep: Sweep) -> None:
     path = sweep.path("build", "observations/fill.npz")
     with np.load(path) as file:
         seen = dict(file)
-    seen["isolated/key.1"] = seen["isolated/key.1"] * 2
+    seen["isolated/layers.1.key"] = seen["isolated/layers.1.key"] * 2
     np.savez(path, **seen)
     sweep.seal("build")
     sweep.run("verify")

@@ -387,16 +387,16 @@ def the_contract_swaps_the_masks(sweep: Sweep) -> None:
 def the_contract_swaps_two_layers(sweep: Sweep) -> None:
     with contract(sweep) as c:
         for tensor in c["inputs"] + c["outputs"]:
-            if tensor["role"] == "key" and tensor["layer"] < 2:
-                tensor["layer"] = 1 - tensor["layer"]
+            if tensor["states"] in (["layers.0.key"], ["layers.1.key"]):
+                tensor["states"] = [f"layers.{1 - int(tensor['states'][0][7])}.key"]
 
 
 @fault(1, "key", 1)
 def the_contract_swaps_the_history_of_two_layers(sweep: Sweep) -> None:
     with contract(sweep) as c:
         for tensor in c["inputs"]:
-            if tensor["role"] == "key" and tensor["layer"] < 2:
-                tensor["layer"] = 1 - tensor["layer"]
+            if tensor["states"] in (["layers.0.key"], ["layers.1.key"]):
+                tensor["states"] = [f"layers.{1 - int(tensor['states'][0][7])}.key"]
 
 
 @fault(None, "logits", 0)

@@ -12,6 +12,7 @@ from kvgate.strategies import host as halves
 from kvgate.strategies.cpu_managed.host import Host as Managed
 from kvgate.strategies.fixed_max_blend.host import Host as Blend
 from planting import SLOTS, WINDOW, Faults, red
+from standin import pairs
 
 Patch = pytest.MonkeyPatch
 fault = Faults("check")
@@ -21,8 +22,8 @@ def keeps(patch: Patch, write: Any) -> None:
     """What cpu_managed writes of a step: write(host, layer, key [Hk, D], value [Hk, D])."""
 
     def take_cache(self: Managed, outputs: Any, views: Any) -> Any:
-        taken = [(k[-1].copy(), v[-1].copy()) for k, v in views]
-        for layer, (k, v) in enumerate(taken):
+        taken = {name: x[-1].copy() for name, x in views.items()}
+        for layer, (k, v) in enumerate(pairs(taken)):
             write(self, layer, k, v)
         return taken, 0.0
 
@@ -32,7 +33,7 @@ def keeps(patch: Patch, write: Any) -> None:
 @fault(1, "key", 1, history="forced")
 def the_delta_is_written_one_slot_late(patch: Patch) -> None:
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        for mine, theirs in zip(host.views[layer], (k, v), strict=True):
+        for mine, theirs in zip(pairs(host.views)[layer], (k, v), strict=True):
             mine[(host.length + 1) % SLOTS] = theirs
 
     keeps(patch, write)
@@ -46,8 +47,8 @@ def the_delta_is_not_written(patch: Patch) -> None:
 @fault(1, "key", 1, history="forced")
 def the_value_is_written_where_the_key_belongs(patch: Patch) -> None:
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        host.views[layer][0][host.length] = v
-        host.views[layer][1][host.length] = k
+        pairs(host.views)[layer][0][host.length] = v
+        pairs(host.views)[layer][1][host.length] = k
 
     keeps(patch, write)
 
@@ -55,7 +56,7 @@ def the_value_is_written_where_the_key_belongs(patch: Patch) -> None:
 @fault(1, "key", 1, history="forced")
 def a_layer_is_written_into_the_next(patch: Patch) -> None:
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        for mine, theirs in zip(host.views[(layer + 1) % 3], (k, v), strict=True):
+        for mine, theirs in zip(pairs(host.views)[(layer + 1) % 3], (k, v), strict=True):
             mine[host.length] = theirs
 
     keeps(patch, write)
@@ -64,8 +65,8 @@ def a_layer_is_written_into_the_next(patch: Patch) -> None:
 @fault(1, "key", 1, history="forced")
 def heads_are_written_in_another_order(patch: Patch) -> None:
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        host.views[layer][0][host.length] = k[::-1]
-        host.views[layer][1][host.length] = v
+        pairs(host.views)[layer][0][host.length] = k[::-1]
+        pairs(host.views)[layer][1][host.length] = v
 
     keeps(patch, write)
 
@@ -73,8 +74,8 @@ def heads_are_written_in_another_order(patch: Patch) -> None:
 @fault(2, "key", 1, history="forced")
 def one_layer_is_written_with_another_scale(patch: Patch) -> None:
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        host.views[layer][0][host.length] = k
-        host.views[layer][1][host.length] = v * (0.9 if layer == 1 else 1)
+        pairs(host.views)[layer][0][host.length] = k
+        pairs(host.views)[layer][1][host.length] = v * (0.9 if layer == 1 else 1)
 
     keeps(patch, write)
 
@@ -82,7 +83,7 @@ def one_layer_is_written_with_another_scale(patch: Patch) -> None:
 @fault(1, "key", 17, history="forced")
 def the_slots_wrap_at_half_the_capacity(patch: Patch) -> None:
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
-        for mine, theirs in zip(host.views[layer], (k, v), strict=True):
+        for mine, theirs in zip(pairs(host.views)[layer], (k, v), strict=True):
             mine[host.length % (SLOTS // 2)] = theirs
 
     keeps(patch, write)
@@ -94,7 +95,7 @@ def the_last_slot_that_is_read_is_not_written(patch: Patch) -> None:
 
     def write(host: Managed, layer: int, k: np.ndarray, v: np.ndarray) -> None:
         if host.length < SLOTS - 2:
-            host.views[layer][0][host.length], host.views[layer][1][host.length] = k, v
+            pairs(host.views)[layer][0][host.length], pairs(host.views)[layer][1][host.length] = k, v
 
     keeps(patch, write)
 
@@ -102,7 +103,7 @@ def the_last_slot_that_is_read_is_not_written(patch: Patch) -> None:
 @fault(1, "key", 1, history="forced", strategy="blend")
 def the_returned_buffer_is_not_taken_over(patch: Patch) -> None:
     patch.setattr(
-        Blend, "take_cache", lambda self, outputs, views: ([(k[self.length], v[self.length]) for k, v in views], 0.0)
+        Blend, "take_cache", lambda self, outputs, views: ({name: x[self.length] for name, x in views.items()}, 0.0)
     )
 
 
@@ -112,7 +113,7 @@ def the_step_is_taken_from_the_slot_before(patch: Patch) -> None:
 
     def take_cache(self: Blend, outputs: Any, views: Any) -> Any:
         _, disturbed = right(self, outputs, views)
-        return [(k[self.length - 1].copy(), v[self.length - 1].copy()) for k, v in views], disturbed
+        return {name: x[self.length - 1].copy() for name, x in views.items()}, disturbed
 
     patch.setattr(Blend, "take_cache", take_cache)
 
@@ -231,8 +232,8 @@ def the_first_token_is_fed_for_ever(patch: Patch) -> None:
 @fault(0, "key", 0)
 def heads_are_viewed_in_another_order(patch: Patch) -> None:
     """Read and written alike: only the reference knows."""
-    right = halves.slots
-    patch.setattr(halves, "slots", lambda *args: right(*args)[:, ::-1])
+    right = halves.view
+    patch.setattr(halves, "view", lambda *args: right(*args)[:, ::-1])
 
 
 @fault(0, "key", 0)
@@ -240,7 +241,9 @@ def keys_are_viewed_as_values(patch: Patch) -> None:
     right = halves.Host._views
 
     def views(self: Any, tensors: Any, arrays: Any) -> Any:
-        return [(v, k) for k, v in right(self, tensors, arrays)]
+        found = right(self, tensors, arrays)
+        other = {"key": "value", "value": "key"}
+        return {name: found[f"layers.{name.split('.')[1]}.{other[name.split('.')[2]]}"] for name in found}
 
     patch.setattr(halves.Host, "_views", views)
 
@@ -251,7 +254,7 @@ def the_logits_shift_is_forgotten(patch: Patch) -> None:
 
     def take(self: Any, outputs: Any) -> halves.Step:
         step = right(self, outputs)
-        return halves.Step(step.logits - np.float32(self.contract.shift), step.keys, step.values, step.disturbed)
+        return halves.Step(step.logits - np.float32(self.contract.shift), step.states, step.disturbed)
 
     patch.setattr(halves.Host, "take", take)
 

@@ -83,7 +83,7 @@ def test_a_full_disk_is_data_and_the_next_run_tries_again(stage, tmp_path, capfd
 FILLS = """
 import sys, types
 from pathlib import Path
-from kvgate import runner
+from kvgate.jobs import runner
 def fills(job):
     try:
         (job.folder / "big").write_bytes(bytes(1 << 20))

@@ -41,7 +41,7 @@ def on_board(root, change=lambda seen: None, run=None, selftest=None, simulator=
 
 
 def zeros(seen):
-    for name in ("isolated/key.0", "forced/key.0"):
+    for name in ("isolated/layers.0.key", "forced/layers.0.key"):
         seen[name] = np.zeros_like(seen[name])
 
 

@@ -26,13 +26,13 @@ def measured(ranges):
 
 
 def test_everything_inside_and_everything_outside():
-    low, high = float(OF.keys[0].min()), float(OF.keys[0].max())
+    low, high = float(OF.states["layers.0.key"].min()), float(OF.states["layers.0.key"].max())
     assert measured({"key.0": (low, high)}) == {"key.0": 0.0}
     assert measured({"key.0": (1e6, 2e6)})["key.0"] == 1.0
 
 
 def test_the_share_is_of_the_filled_slots():
-    expected = float((OF.values[1][: synthetic.CAPACITY] > 1).mean())
+    expected = float((OF.states["layers.1.value"][: synthetic.CAPACITY] > 1).mean())
     assert measured({"value.1": (-1e9, 1.0)})["value.1"] == pytest.approx(expected, rel=1e-3)
 
 
@@ -49,12 +49,17 @@ def test_it_is_a_cause_where_it_is_large():
     assert explanations.not_covered(explanations.Evidence({}, outside=("key.3", 0.009))) == ""
 
 
+def scaled(factor: float) -> dict[str, np.ndarray]:
+    """The keys of the trace, larger."""
+    return {name: x * (factor if name.endswith("key") else 1) for name, x in OF.states.items()}
+
+
 def boxed(packing: str, layout: str, rank: int) -> Host:
     """A host of another boundary around the same layers, twice as long as the trace."""
     made = synthetic.contract()
     cache = c.Cache(2 * synthetic.TOKENS, layout, rank, packing)
-    inputs = c.cache_tensors(cache, made.layers, cache.capacity)
-    outputs = c.cache_tensors(cache, made.layers, 1, ".out")
+    inputs = c.cache_tensors(cache, made.states, cache.capacity)
+    outputs = c.cache_tensors(cache, made.states, 1, ".out")
     return Host(replace(made, cache=cache, inputs=tuple(inputs), outputs=tuple(outputs)), {}, -1.0)
 
 
@@ -63,9 +68,9 @@ def boxed(packing: str, layout: str, rank: int) -> Host:
 def test_in_every_boundary_empty_slots_do_not_count(layout, rank):
     above = (0.5, 1e9)  # no zero in it: an empty slot would be outside
     expected = {
-        "value.1": (OF.values[1] < 0.5).mean(),
-        "pair.1": (np.stack([OF.keys[1], OF.values[1]]) < 0.5).mean(),
-        "values": (np.stack(OF.values) < 0.5).mean(),
+        "value.1": (OF.states["layers.1.value"] < 0.5).mean(),
+        "pair.1": (np.stack([OF.states["layers.1.key"], OF.states["layers.1.value"]]) < 0.5).mean(),
+        "values": (np.stack([OF.states[f"layers.{i}.value"] for i in range(synthetic.LAYERS)]) < 0.5).mean(),
     }
     for packing, name in zip(c.PACKINGS, expected, strict=True):
         found = coverage.measure(boxed(packing, layout, rank), [OF], boundary({name: above}, {f"{name}.out": above}))
@@ -73,7 +78,7 @@ def test_in_every_boundary_empty_slots_do_not_count(layout, rank):
 
 
 def test_a_bound_made_by_another_float32_still_holds_its_value():
-    high = float(OF.keys[0].max())
+    high = float(OF.states["layers.0.key"].max())
     assert measured({"key.0": (-1e9, high * (1 - 1e-6))})["key.0"] == 0.0
     assert measured({"key.0": (-1e9, high * (1 - 1e-4))})["key.0"] > 0.0
 
@@ -83,12 +88,12 @@ SAMPLES = [("a", 0), ("b", 5), ("a", 9), ("a", 22), ("b", 6)]
 
 def test_own_samples_are_counted_slot_by_slot():
     """Against the plain way: every sample's filled slots one by one, and what the step returns."""
-    other = replace(OF, keys=[3 * k for k in OF.keys])
-    traces = {"a": OF, "b": other, "unused": replace(OF, keys=[1e6 * k for k in OF.keys])}
+    other = replace(OF, states=scaled(3))
+    traces = {"a": OF, "b": other, "unused": replace(OF, states=scaled(1e6))}
     host = Host(synthetic.contract(), {}, -1.0)
     found = coverage.own(host, SAMPLES, traces, boundary({"key.2": (-1.0, 1.0)}, {"key.2.out": (-1.0, 1.0)}))
-    fed = np.concatenate([traces[text].keys[2][:position] for text, position in SAMPLES])
-    returned = np.stack([traces[text].keys[2][position] for text, position in SAMPLES])
+    fed = np.concatenate([traces[text].states["layers.2.key"][:position] for text, position in SAMPLES])
+    returned = np.stack([traces[text].states["layers.2.key"][position] for text, position in SAMPLES])
     assert found == {
         "key.2": pytest.approx((abs(fed) > 1).mean(), rel=1e-3),
         "key.2.out": pytest.approx((abs(returned) > 1).mean(), rel=1e-3),
@@ -136,7 +141,7 @@ def test_the_record_and_the_verdict_have_it_by_tensor(tmp_path):
     build = {"boundary": boundary(ranges, {"value.2.out": (-9.0, 9.0)})}
 
     def off(seen):
-        seen["isolated/value.1"][1] *= 3
+        seen["isolated/layers.1.value"][1] *= 3
 
     red = synthetic.judged(tmp_path / "red", off, build=build)
     assert set(red["coverage"]) == {*ranges, "value.2.out"}

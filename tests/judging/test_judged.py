@@ -14,7 +14,7 @@ OF = synthetic.trace()
 
 
 def off(seen: dict[str, Any]) -> None:
-    seen["forced/value.1"] = synthetic.off(seen["forced/value.1"], 0.2)
+    seen["forced/layers.1.value"] = synthetic.off(seen["forced/layers.1.value"], 0.2)
 
 
 @pytest.fixture

@@ -70,11 +70,11 @@ def test_any_order_of_conversations_gives_a_fresh_context_s_answers(folders, dat
         ids = ([] if again else talks[who]) + words
         ids = ids[: tinyrow.CAPACITY - 4]
         run = generated(context, ids, FEW)
-        cache = [x[: context.host.length].copy() for pair in context.host.views for x in pair]
+        cache = [x[: context.host.length].copy() for x in context.host.views.values()]
         fresh.fed, fresh.kept = [], Kept(0)
         alone = generated(fresh, ids, FEW)
         assert run.tokens == alone.tokens and alone.reused == 0 and run.reused < len(ids)
-        for mine, theirs in zip(cache, [x for pair in fresh.host.views for x in pair], strict=True):
+        for mine, theirs in zip(cache, fresh.host.views.values(), strict=True):
             assert np.array_equal(mine, theirs[: len(mine)])  # to the bit
         assert context.kept.size <= keep
         talks[who] = ids + run.tokens
@@ -103,7 +103,7 @@ def test_another_answer_to_the_same_prompt_pushes_nothing_out(folders):
 
 
 def test_the_memory_has_a_limit_and_the_oldest_goes_first():
-    views = [(np.ones((8, 1, 4), np.float32), np.ones((8, 1, 4), np.float32))]  # 32 bytes a token
+    views = {f"layers.0.{x}": np.ones((8, 1, 4), np.float32) for x in ("key", "value")}  # 32 bytes a token
     kept = Kept(32 * 7)
     kept.save([1, 2, 3], views)
     kept.save([4, 5, 6], views)
@@ -116,12 +116,12 @@ def test_the_memory_has_a_limit_and_the_oldest_goes_first():
     kept.save(list(range(8)), views)  # larger than all the memory: the others stay
     assert [x.tokens for x in kept.conversations] == [[7, 8], [1, 2, 3, 4]]
     assert kept.best([5]) == (None, 0)
-    views[0][0][...] = 5
-    assert (kept.conversations[0].slots[0][0] == 1).all()  # copies
+    views["layers.0.key"][...] = 5
+    assert (kept.conversations[0].slots["layers.0.key"] == 1).all()  # copies
 
 
 def test_their_number_has_a_limit_too():
-    views = [(np.ones((8, 1, 4), np.float32), np.ones((8, 1, 4), np.float32))]
+    views = {f"layers.0.{kind}": np.ones((8, 1, 4), np.float32) for kind in ("key", "value")}
     kept = Kept(1 << 30)
     for n in range(MOST + 3):
         kept.save([n], views)
@@ -133,7 +133,7 @@ def test_one_that_has_to_go_for_the_present_one_is_still_taken_up(folders):
     context = context_of(folders["cpu_managed"])
     one, two = Turns(context, [1, 2, 3, 4]), Turns(context, [9, 8, 7, 6])
     one.say()
-    size = sum(x[: len(context.fed)].nbytes for pair in context.host.views for x in pair)
+    size = sum(x[: len(context.fed)].nbytes for x in context.host.views.values())
     context.kept = Kept(size)  # room for one
     two.say()
     run = one.say([5])

@@ -29,8 +29,7 @@ def error(job: Job, history: str, name: str) -> float:
     trace = Trace.load(str(job.inputs["trace.text"].with_name("trace.npz")))
     with np.load(job.folder / "observations" / "text.npz") as seen:
         at, got = seen[f"{history}/positions"], seen[f"{history}/{name}"].astype(np.float64)
-    kind, _, layer = name.partition(".")
-    true = trace.logits if kind == "logits" else (trace.keys if kind == "key" else trace.values)[int(layer)]
+    true = trace.logits if name == "logits" else trace.states[name]
     assert true is not None
     return float(np.linalg.norm(got - true[at]) / np.linalg.norm(true[at]))
 
@@ -79,12 +78,12 @@ def test_what_the_simulator_returned(fp16: tuple[Job, dict[str, Any]]) -> None:
     """Each tensor against its own values: K and V share their shape, so a swapped slot would be seen here (F5)."""
     job, _ = fp16
     for history in ("isolated", "forced"):
-        for name in ("logits", "key.0", "value.0", "key.1", "value.1"):
+        for name in ("logits", *(f"layers.{i}.{kind}" for i in range(2) for kind in ("key", "value"))):
             assert error(job, history, name) < 0.003, (history, name)
     with np.load(job.folder / "observations" / "text.npz") as seen:
         assert seen["isolated/positions"][[0, -1]].tolist() == [0, tinygraph.SLOTS - 1]  # first token, last slot
         assert len(seen["forced/positions"]) == tinygraph.SLOTS
-        keys, values = seen["forced/key.0"], seen["forced/value.0"]
+        keys, values = seen["forced/layers.0.key"], seen["forced/layers.0.value"]
     assert np.linalg.norm(keys - values) > np.linalg.norm(keys)
 
 
@@ -133,7 +132,7 @@ def test_w8a8_and_its_mask(tmp_path: Path) -> None:
     assert len(body["calibration"]["samples"]) == 8 and body["calibration"]["samples"][0][1] == 0
     far = tinygraph.prepare(tmp_path / "far", {**W8A8, "mask": -1e4})
     build.run(far)
-    assert error(far, "isolated", "key.1") > 1.2 * error(near, "isolated", "key.1") > 0.01
+    assert error(far, "isolated", "layers.1.key") > 1.2 * error(near, "isolated", "layers.1.key") > 0.01
 
 
 @pytest.mark.slow
@@ -203,7 +202,7 @@ def test_a_calibration_beyond_float16_is_refused(tmp_path: Path) -> None:
     job = tinygraph.prepare(tmp_path, W8A8)
     path = job.inputs["calibration.a"].with_name("trace.npz")
     trace = Trace.load(str(path))
-    trace.values[0][0] = 1e5
+    trace.states["layers.0.value"][0] = 1e5
     trace.save(str(path))
     relist(job.inputs["calibration.a"])
     blocked(job, r"calibration: sample \(a, \d+\), input 'value.0': got 1e\+05, allowed: at most 65504 \(float16\)")

@@ -49,10 +49,10 @@ def test_float16_has_its_own_limit_and_it_is_above_float32s_error(llama):
 
 def test_one_wrong_key_is_named_by_layer_and_position(llama):
     trace = llama[2]
-    keys = [k.copy() for k in trace.keys]
-    keys[1][5] *= 1.001
+    states = {name: x.copy() for name, x in trace.states.items()}
+    states["layers.1.key"][5] *= 1.001
     with pytest.raises(record.Blocked, match=r"the graph differs from the model: .*kv_l2.* layer 1 key, position 5"):
-        check.run(job(llama, replace(trace, keys=keys)))
+        check.run(job(llama, replace(trace, states=states)))
 
 
 def test_a_wrong_token_is_found(llama):

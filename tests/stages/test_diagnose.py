@@ -54,13 +54,18 @@ def diagnosed(root, change=lambda seen: None, build=None, analysed=None):
 
 def spoil(seen):
     for history in ("isolated", "forced"):
-        seen[f"{history}/value.1"] = synthetic.off(seen[f"{history}/value.1"], 0.2)
+        seen[f"{history}/layers.1.value"] = synthetic.off(seen[f"{history}/layers.1.value"], 0.2)
 
 
 def test_the_first_layer_that_is_off_by_itself(tmp_path):
     _, body = diagnosed(tmp_path, spoil)
     assert body["verdict"] == "fail"
-    assert body["first_layer"] == {"layer": 1, "tensor": "value", "median": pytest.approx(0.2, rel=1e-3)}
+    assert body["first_layer"] == {
+        "state": "layers.1.value",
+        "layer": 1,
+        "tensor": "value",
+        "median": pytest.approx(0.2, rel=1e-3),
+    }
     assert body["layers"][0]["isolated_value_worst"] == 0.0
     assert "First layer off by itself: 1 value, median 20.00 %" in body["sentence"]
 
@@ -74,7 +79,7 @@ def test_the_tensors_ranges(tmp_path):
     _, body = diagnosed(tmp_path)
     tensor = next(t for t in body["tensors"] if t["name"] == "key.0")
     assert (tensor["dtype"], tensor["calibrated"]) == ("int8", [-1.0, 1.0])
-    assert tensor["reference"][1] == pytest.approx(float(OF.keys[0].max()), rel=1e-3)
+    assert tensor["reference"][1] == pytest.approx(float(OF.states["layers.0.key"].max()), rel=1e-3)
 
 
 def test_the_picture_shows_the_layer(tmp_path):

@@ -255,7 +255,7 @@ def test_angles_that_depend_on_the_length_are_refused_where_the_capacity_crosses
         trace = model.text(length)
         found = observe(graph.engine, graph.host(), trace, ["forced"])
         assert max(graphs.worst(found, trace, "forced")) < 1e-5
-    wrong, own = (families.trace(model.checkpoint, model.text(9).tokens[:n]).keys[1] for n in (9, 8))
+    wrong, own = (families.trace(model.checkpoint, model.text(9).tokens[:n]).states["layers.1.key"] for n in (9, 8))
     assert graphs.relative(wrong[:8], own) > 0.1  # what the guard is for
 
 

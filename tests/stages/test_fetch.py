@@ -39,7 +39,7 @@ def test_the_manifest_says_what_the_checkpoint_is(checkpoint):
     body = record.read(checkpoint / "manifest.json")
     assert body["architecture"] == "LlamaForCausalLM" and body["model_type"] == "llama"
     assert (body["vocabulary"], body["hidden"], body["positions"]) == (300, 32, 64)
-    assert body["layers"] == [{"kv_heads": 2, "key_size": 8, "value_size": 8}] * 2
+    assert body["states"] == {f"layers.{i}.{kind}": [2, 8] for i in range(2) for kind in ("key", "value")}
     assert body["tokenizer"] == {"tokens": 259, "chat": True}
     assert body["licence"] == "unknown" and body["source"]["kind"] == "random"
     on_disk = {path.name: record.sha256(path) for path in checkpoint.iterdir() if path.name != "manifest.json"}

@@ -40,7 +40,7 @@ def scale(tensor, error, step=1, history="isolated"):
     ("error", "expected"), [(0.0049, "pass"), (0.0051, "warn"), (0.0099, "warn"), (0.0101, "fail")]
 )
 def test_kv_gate(tmp_path, error, expected):
-    verdict = judged(tmp_path, scale("value.1", error))
+    verdict = judged(tmp_path, scale("layers.1.value", error))
     assert verdict["verdict"] == expected
     if expected != "pass":
         place = {k: verdict["first"][k] for k in ("stage", "gate", "history", "layer", "tensor", "step", "position")}
@@ -155,8 +155,8 @@ def test_strange_outputs_fail_by_their_own_name(tmp_path, value, kind):
 def test_a_permuted_tensor_is_the_reason(tmp_path):
     def change(seen):
         for history in ("isolated", "forced"):
-            k = seen[f"{history}/key.1"]
-            seen[f"{history}/key.1"] = k.transpose(0, 2, 1).reshape(k.shape)
+            k = seen[f"{history}/layers.1.key"]
+            seen[f"{history}/layers.1.key"] = k.transpose(0, 2, 1).reshape(k.shape)
 
     verdict = judged(tmp_path, change)
     assert verdict["reason"].startswith("values permuted, not imprecise: key of layer 1 written as (channels, heads)")
@@ -228,10 +228,10 @@ def test_a_row_without_a_comparison_fails(tmp_path):
 
 def test_the_first_place_is_isolated_before_forced_and_early_before_late(tmp_path):
     def change(seen):
-        scale("key.0", 0.5, step=2, history="forced")(seen)
-        scale("value.2", 0.1, step=3)(seen)
-        scale("value.1", 0.1, step=2)(seen)
-        scale("key.2", 0.9, step=2)(seen)
+        scale("layers.0.key", 0.5, step=2, history="forced")(seen)
+        scale("layers.2.value", 0.1, step=3)(seen)
+        scale("layers.1.value", 0.1, step=2)(seen)
+        scale("layers.2.key", 0.9, step=2)(seen)
 
     first = judged(tmp_path, change)["first"]
     assert (first["history"], first["step"], first["layer"], first["tensor"]) == ("isolated", 2, 1, "value")
@@ -266,7 +266,7 @@ def test_a_float16_row_says_the_models_own_limit_and_others_do_not(tmp_path):
         identity = record.read(contract)["identity"]
         record.write(contract, {"identity": identity | {"quant": dtype}})
         seen = synthetic.observation(OF)
-        seen["isolated/key.1"][1] = synthetic.off(seen["isolated/key.1"][1], error)
+        seen["isolated/layers.1.key"][1] = synthetic.off(seen["isolated/layers.1.key"][1], error)
         results.verify("capital", OF, seen)
         verdict = results.judge()
         assert verdict["figures"]["float16"] == {"kv_l2": 0.0039, "logits_l2": 0.0035}
@@ -311,7 +311,7 @@ def test_bytes_of_a_boundary_of_several_dtypes_are_their_sum(tmp_path):
 
 
 def test_a_moved_threshold_changes_the_verdict_from_the_same_metrics(tmp_path):
-    verdict = judged(tmp_path, scale("value.1", 0.02))
+    verdict = judged(tmp_path, scale("layers.1.value", 0.02))
     assert verdict["verdict"] == "fail"
     results = synthetic.Results(tmp_path)
     moved = synthetic.THRESHOLDS | {"kv_l2": {"pass": 0.03, "warn": 0.05}}
@@ -329,7 +329,7 @@ def zeros_from_layer_1(seen):
         seen[f"{history}/logits"][...] = 0
         for layer in (1, 2):
             for name in ("key", "value"):
-                seen[f"{history}/{name}.{layer}"][...] = 0
+                seen[f"{history}/layers.{layer}.{name}"][...] = 0
 
 
 def test_an_unfused_norm_beyond_float16_is_the_cause(tmp_path):
@@ -356,17 +356,17 @@ def test_a_range_warning_alone_does_not_colour_a_row(tmp_path):
 
 
 def test_only_the_first_token(tmp_path):
-    verdict = judged(tmp_path, scale("value.1", 0.0087, step=0))
+    verdict = judged(tmp_path, scale("layers.1.value", 0.0087, step=0))
     assert verdict["verdict"] == "warn"
     assert verdict["reason"].startswith(
         "only the first token, whose cache is empty: the arithmetic, not the cache; K/V"
     )
-    later = judged(tmp_path / "later", lambda seen: [scale("value.1", 0.0087, step=n)(seen) for n in (0, 2)])
+    later = judged(tmp_path / "later", lambda seen: [scale("layers.1.value", 0.0087, step=n)(seen) for n in (0, 2)])
     assert "only the first token" not in later["reason"]
 
 
 def test_errors_that_only_add_up(tmp_path):
-    change = scale("key.2", 0.2, step=20, history="forced")
+    change = scale("layers.2.key", 0.2, step=20, history="forced")
     verdict = judged(tmp_path, change)
     assert verdict["cause"] == (
         "the arithmetic of fp16, not the cache: 2e-06 in float32; every step tried holds "
@@ -375,13 +375,13 @@ def test_errors_that_only_add_up(tmp_path):
     results = synthetic.Results(tmp_path)
     results.write("check", {"status": "ok", "findings": [], "programs": {}})
     assert results.judge()["cause"] == "steps hold with the reference's cache, errors add up with the own one"
-    verdict = judged(tmp_path / "own", scale("key.2", 0.2))
+    verdict = judged(tmp_path / "own", scale("layers.2.key", 0.2))
     assert verdict["cause"] == "off with the reference's own cache: the arithmetic of fp16"
 
 
 def test_a_cache_that_was_touched_is_not_acquitted(tmp_path):
     def change(seen):
-        scale("key.2", 0.2, step=20, history="forced")(seen)
+        scale("layers.2.key", 0.2, step=20, history="forced")(seen)
         seen["forced/disturbed"][21] = 0.2
 
     assert "not the cache" not in judged(tmp_path, change)["reason"]
@@ -447,7 +447,7 @@ def test_a_wrong_rotation_and_a_window_that_hides_nothing_are_causes(tmp_path):
 
     def turn(seen):
         for history in ("isolated", "forced"):
-            keys, late = seen[f"{history}/key.0"], seen[f"{history}/positions"] > 0
+            keys, late = seen[f"{history}/layers.0.key"], seen[f"{history}/positions"] > 0
             x, y = keys[late, :, :4].copy(), keys[late, :, 4:].copy()
             keys[late, :, :4], keys[late, :, 4:] = -y, x
 

@@ -215,7 +215,7 @@ def test_honest_observations_pass(seen):
         ("forced/positions", np.zeros(3, np.int64), r"got \[3, 16\] steps in the arrays of forced"),
         ("free/positions", np.zeros(900, np.int64), "steps in the arrays of free"),
         ("isolated/tokens", np.zeros(4, np.int64), "got 4 steps of the history isolated, allowed: 5"),
-        ("forced/key.99", np.zeros((17, 2, 16)), "got forced/key.99"),
+        ("forced/layers.99.key", np.zeros((17, 2, 16)), "got forced/layers.99.key"),
         ("forced/more", np.zeros(17), "got forced/more"),
         ("other/tokens", np.zeros(17, np.int64), "got other/tokens"),
         ("free/diverged", np.zeros(3, np.int64), "got free/diverged"),

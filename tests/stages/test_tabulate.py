@@ -26,7 +26,7 @@ def one(root, row, error, dtype=None):
     if error is None:
         results.write("build", {"status": "blocked", "reason": "build: IndexError | in a rule", "findings": []})
     seen = synthetic.observation(OF)
-    seen["isolated/key.1"][1] = synthetic.off(seen["isolated/key.1"][1], error or 0)
+    seen["isolated/layers.1.key"][1] = synthetic.off(seen["isolated/layers.1.key"][1], error or 0)
     results.verify("capital", OF, seen)
     return results.judge()
 
@@ -336,7 +336,10 @@ def test_a_stale_verdict_is_red_in_the_gate_and_marked_in_the_table(root, capsys
     assert said.count("(stale)") == 4 and "ship" not in said and "red row" not in said
 
 
-@pytest.mark.parametrize("module", ["stages.verify", "stages.judge", "stages.tabulate", "table", "causes", "metrics"])
+@pytest.mark.parametrize(
+    "module",
+    ["stages.verify", "stages.judge", "stages.tabulate", "report.table", "judging.explanations", "judging.metrics"],
+)
 def test_nothing_heavy_is_imported(module):
     code = f"import kvgate.{module}, sys; print(*sys.modules)"
     path = Path(__file__).parents[2] / "workflow"
@@ -344,5 +347,5 @@ def test_nothing_heavy_is_imported(module):
     loaded = set(out.stdout.split())
     assert f"kvgate.{module}" in loaded
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime", "rknn"}
-    if module in ("stages.tabulate", "table", "causes"):
+    if module in ("stages.tabulate", "report.table", "judging.explanations"):
         assert "numpy" not in loaded

@@ -139,9 +139,9 @@ def test_a_chat_s_record_and_arrays_agree(results, tokenizer, tmp_path):
     assert body["files"] == {"trace.npz": record.sha256(path)}
     assert body["tokens"] == found.tokens.tolist() and len(body["tokens"]) == body["prompt"] + 6
     assert body["text"] == tokenizer.decode(body["tokens"][body["prompt"] :]) and not body["ended"]
-    assert body["end_ids"] == [257] and body["perplexity"] is None and body["layers"] == 2
+    assert body["end_ids"] == [257] and body["perplexity"] is None and body["states"] == 4
     assert found.logits.shape == (len(body["tokens"]), 300)
-    assert found.keys[0].dtype == np.float32
+    assert found.states["layers.0.key"].dtype == np.float32
 
 
 def test_a_text_starts_at_its_start_and_has_a_perplexity(results, tokenizer, tmp_path):
@@ -237,8 +237,8 @@ def test_drawn_tokens_are_frozen_and_the_record_says_which(results, tokenizer, t
     assert not set(body["tokens"][16:]) & set(body["end_ids"]) and not body["ended"]
     assert body["text"] == tokenizer.decode(body["tokens"][16:]) and found.logits is None
     model = reference.load(results / "models/tiny/checkpoint")
-    _, keys, _ = reference.whole(model, body["tokens"])
-    np.testing.assert_allclose(found.keys[1], keys[1], atol=1e-6)
+    _, states = reference.whole(model, body["tokens"])
+    np.testing.assert_allclose(found.states["layers.1.key"], states["layers.1.key"], atol=1e-6)
     assert traced(results, PROSE, tmp_path, kind="calibration", tokens=48, generated=32)[0] == body
     assert traced(results, PROSE, tmp_path, kind="calibration", tokens=48)[0]["drawn"] is None
 

@@ -32,7 +32,7 @@ def test_a_perfect_row_is_perfect():
         assert figures["kv"]["worst"]["value"] == 0
         assert figures["logits"]["raw"]["worst"]["value"] == 0
         assert figures["top1"] == {"equal": steps, "of": steps, "changed": []}
-        assert arrays[f"{history}/kv"].shape == (steps, synthetic.LAYERS, 2)
+        assert arrays[f"{history}/kv"].shape == (steps, 2 * synthetic.LAYERS)
     assert body["findings"] == []
     assert body["free"]["equal"] == {"0": True, "1": True, "2": True, "3": True, "16": True, "end": True}
     assert body["free"]["diverged"] is None
@@ -41,14 +41,15 @@ def test_a_perfect_row_is_perfect():
 
 def test_the_worst_delta_is_found_with_layer_tensor_step_and_position():
     def change(seen):
-        seen["isolated/value.1"][2] = synthetic.off(seen["isolated/value.1"][2], 0.25)
-        seen["isolated/key.2"][1] = synthetic.off(seen["isolated/key.2"][1], 0.1)
+        seen["isolated/layers.1.value"][2] = synthetic.off(seen["isolated/layers.1.value"][2], 0.25)
+        seen["isolated/layers.2.key"][1] = synthetic.off(seen["isolated/layers.2.key"][1], 0.1)
 
     worst = compared(change)[0]["histories"]["isolated"]["kv"]["worst"]
-    assert worst == {"value": pytest.approx(0.25, rel=1e-5), "layer": 1, "tensor": "value", "step": 2, "position": 15}
-    layers = compared(change)[0]["histories"]["isolated"]["kv"]["layers"]
-    assert layers[2]["key"]["worst"] == pytest.approx(0.1, rel=1e-5)
-    assert layers[0]["key"]["worst"] == 0
+    place = {"state": "layers.1.value", "layer": 1, "tensor": "value", "step": 2, "position": 15}
+    assert worst == {"value": pytest.approx(0.25, rel=1e-5)} | place
+    states = compared(change)[0]["histories"]["isolated"]["kv"]["states"]
+    assert states["layers.2.key"]["worst"] == pytest.approx(0.1, rel=1e-5)
+    assert states["layers.0.key"]["worst"] == 0
 
 
 def test_a_common_offset_of_the_logits_shows_raw_but_not_centred():
@@ -123,8 +124,8 @@ def test_a_text_that_only_ran_isolated_has_no_perplexity():
 @pytest.mark.parametrize(("value", "kind"), [(np.nan, "nan"), (np.inf, "inf"), (0, "all_zero"), (3, "all_equal")])
 def test_strange_outputs_are_findings_and_json_stays_json(value, kind):
     def change(seen):
-        seen["forced/key.1"][5:] = value
-        seen["forced/key.2"][4:] = value
+        seen["forced/layers.1.key"][5:] = value
+        seen["forced/layers.2.key"][4:] = value
 
     body, _ = compared(change)
     found = next(x for x in body["findings"] if x["kind"] == kind)
@@ -133,7 +134,7 @@ def test_strange_outputs_are_findings_and_json_stays_json(value, kind):
     json.dumps(body, allow_nan=False)
     if kind in ("nan", "inf"):
         assert body["histories"]["forced"]["kv"]["worst"]["value"] is None
-        assert body["histories"]["forced"]["kv"]["layers"][0]["key"]["worst"] == 0
+        assert body["histories"]["forced"]["kv"]["states"]["layers.0.key"]["worst"] == 0
 
 
 def test_nan_in_the_logits_is_the_worst_value():
@@ -148,15 +149,15 @@ def test_nan_in_the_logits_is_the_worst_value():
 
 def test_a_zero_reference_is_no_oddity():
     of = synthetic.trace()
-    of.values[0][:] = 0
+    of.states["layers.0.value"][:] = 0
     assert compared(of=of)[0]["findings"] == []
 
 
 def test_permuted_values_are_named():
     def heads(seen):
         for history in ("isolated", "forced"):
-            k = seen[f"{history}/key.1"]
-            seen[f"{history}/key.1"] = k.transpose(0, 2, 1).reshape(k.shape)
+            k = seen[f"{history}/layers.1.key"]
+            seen[f"{history}/layers.1.key"] = k.transpose(0, 2, 1).reshape(k.shape)
 
     found = compared(heads)[0]["findings"]
     assert {x["kind"] for x in found} == {"permuted"}
@@ -167,20 +168,23 @@ def test_permuted_values_are_named():
 def test_swapped_tensors_and_a_shifted_slot_are_named():
     def swap(seen):
         for history in ("isolated", "forced"):
-            seen[f"{history}/key.0"], seen[f"{history}/value.0"] = seen[f"{history}/value.0"], seen[f"{history}/key.0"]
+            seen[f"{history}/layers.0.key"], seen[f"{history}/layers.0.value"] = (
+                seen[f"{history}/layers.0.value"],
+                seen[f"{history}/layers.0.key"],
+            )
 
     found = compared(swap)[0]["findings"][0]
     assert (found["how"], found["count"]) == ("holds the value of layer 0", 2)
 
     def shift(seen):
-        seen["forced/key.2"] = np.roll(OF.keys[2], 1, axis=0)[:23]
+        seen["forced/layers.2.key"] = np.roll(OF.states["layers.2.key"], 1, axis=0)[:23]
 
     assert compared(shift)[0]["findings"][0]["how"] == "holds position 21 instead of 22"
 
 
 def test_noise_is_not_called_permuted():
     def change(seen):
-        seen["forced/key.1"] = np.random.default_rng(0).normal(size=seen["forced/key.1"].shape)
+        seen["forced/layers.1.key"] = np.random.default_rng(0).normal(size=seen["forced/layers.1.key"].shape)
 
     assert compared(change)[0]["findings"] == []
 
@@ -188,8 +192,8 @@ def test_noise_is_not_called_permuted():
 def test_nothing_to_compare_raises():
     with pytest.raises(ValueError, match="allowed: at least one step of isolated or forced"):
         compare.compare(synthetic.contract(), OF, {})
-    with pytest.raises(ValueError, match=r"lacks forced/key.2"):
-        compared(lambda seen: seen.pop("forced/key.2"))
+    with pytest.raises(ValueError, match=r"lacks forced/layers.2.key"):
+        compared(lambda seen: seen.pop("forced/layers.2.key"))
     with pytest.raises(ValueError, match="0 logits for 0 steps"):
         compared(lambda seen: seen.update({"forced/positions": np.array([]), "forced/logits": np.zeros((0, 40))}))
 
@@ -206,7 +210,7 @@ def test_a_strategy_without_a_cache_has_no_delta():
     contract = synthetic.contract(strategy="recompute", inputs=(), outputs=synthetic.contract().outputs[:1])
     body, arrays = compared(contract=contract)
     assert body["histories"]["forced"]["kv"] is None
-    assert arrays["forced/kv"].shape == (23, 0, 2)
+    assert arrays["forced/kv"].shape == (23, 0)
 
 
 def test_the_stage_writes_the_same_bytes_again(tmp_path):
@@ -224,7 +228,7 @@ def test_the_table_has_the_steps_that_are_compared():
 
 # `differences`, the check's gate, on a numpy decoder behind a real host half
 
-LAYERS = (c.Layer(2, 4, 4, mask=0), c.Layer(2, 4, 4, mask=1))
+LAYERS = (standin.Layer(2, 4, 4, mask=0), standin.Layer(2, 4, 4, mask=1))
 CACHE = c.Cache(capacity=12)
 WINDOWS = (None, 3)
 
@@ -254,7 +258,7 @@ def shuffled(host):
 
     def feeds(token):
         if host.length > 1:
-            for k, _ in host.views:
+            for k, _ in standin.pairs(host.views):
                 k[[0, 1]] = k[[1, 0]]
         return original(token)
 
@@ -300,10 +304,9 @@ def one_slot_off(host):
 
     def take_cache(outputs, views):
         taken = original(outputs, views)
-        for pair in host.views:
-            for rows in pair:
-                rows[min(host.length + 1, len(rows) - 1)] = rows[host.length]
-                rows[host.length] = 0
+        for rows in host.views.values():
+            rows[min(host.length + 1, len(rows) - 1)] = rows[host.length]
+            rows[host.length] = 0
         return taken
 
     host.take_cache = take_cache
@@ -394,7 +397,7 @@ def test_partial_and_split_rotations_are_recognised_and_noise_is_not():
 
     def kinds(change):
         seen = synthetic.observation(of)
-        seen["forced/key.0"] = change(seen["forced/key.0"])
+        seen["forced/layers.0.key"] = change(seen["forced/layers.0.key"])
         _, found = compare.differences(synthetic.contract(), of, seen)
         return {x["kind"] for x in found}
 

@@ -29,7 +29,7 @@ def make(strategy: str, cache: c.Cache, mask_value: float = -1e4) -> shared.Host
 
 
 def reference(prompt: list[int], count: int, contract: c.Contract) -> standin.Trace:
-    return standin.Model(contract.layers).generate(prompt, count, standin.tables(64), contract.windows)
+    return standin.Model(standin.layers_of(contract)).generate(prompt, count, standin.tables(64), contract.windows)
 
 
 def worst(found: dict[str, np.ndarray], trace: standin.Trace, history: str) -> float:
@@ -37,9 +37,7 @@ def worst(found: dict[str, np.ndarray], trace: standin.Trace, history: str) -> f
     at = found[f"{history}/positions"]
     assert trace.logits is not None and len(at)
     errors = [np.abs(found[f"{history}/logits"] - trace.logits[at]).max()]
-    for i in range(len(trace.keys)):
-        errors.append(np.abs(found[f"{history}/key.{i}"] - trace.keys[i][at]).max())
-        errors.append(np.abs(found[f"{history}/value.{i}"] - trace.values[i][at]).max())
+    errors += [np.abs(found[f"{history}/{name}"] - x[at]).max() for name, x in trace.states.items()]
     return float(max(errors))
 
 
@@ -58,15 +56,13 @@ def worst(found: dict[str, np.ndarray], trace: standin.Trace, history: str) -> f
 def test_slots_are_plain_indexing(layout, rank, packing, heads, sizes, slots, layers):
     """Every element of every view is the one that the contract's definition names, and writing goes through."""
     cache = c.Cache(slots, layout, rank, packing)
-    specs = tuple(c.Layer(heads, *sizes) for _ in range(layers))
+    specs = tuple(standin.Layer(heads, *sizes) for _ in range(layers))
     contract = standin.contract("cpu_managed", cache, specs)
     for tensor in contract.cache_inputs():
         array = np.arange(np.prod(tensor.shape), dtype=np.float32).reshape(tensor.shape)
-        owners = range(layers) if tensor.layer is None else [tensor.layer]
-        for layer, role in itertools.product(owners, (c.KEY, c.VALUE)):
-            if tensor.role not in (role, c.PAIR):
-                continue
-            view = shared.slots(array, contract, tensor, layer, role)
+        for state in (x for x in contract.states if x.name in tensor.states):
+            layer, role = state.layer, state.kind
+            view = shared.view(array, contract, tensor, state)
             assert view.shape == (slots, heads, sizes[role == c.VALUE])
             for s, h, d in np.ndindex(view.shape):
                 name, at = standin.index(contract, layer, role, h, d, s)
@@ -77,7 +73,7 @@ def test_slots_are_plain_indexing(layout, rank, packing, heads, sizes, slots, la
 
 def test_a_packing_for_all_layers_needs_equal_layers():
     with pytest.raises(ValueError, match="packing"):
-        c.cache_tensors(c.Cache(4, packing="model"), (c.Layer(2, 4, 4), c.Layer(1, 4, 4)), 4)
+        c.cache_tensors(c.Cache(4, packing="model"), (*c.key_value(0, 2, 4, 4, 4), *c.key_value(1, 1, 4, 4, 4)), 4)
 
 
 @given(
@@ -147,7 +143,7 @@ def test_integers_through_the_cache(strategy):
         host.reset(garbage=-5.0)
         for _ in range(6):
             host.take(engine.step(host.feeds(1)))
-        for i, (key, value) in enumerate(host.views):
+        for i, (key, value) in enumerate(standin.pairs(host.views)):
             for s, h, d in np.ndindex(key.shape):
                 wanted = s + 1000 * i + 100 * h + 10 * d if s < 6 else -5.0
                 assert key[s, h, d] == wanted and value[s, h, d] == (wanted + 0.5 if s < 6 else -5.0)
@@ -167,9 +163,8 @@ class Shuffled(shared.Host):
 
     def take(self, outputs):
         step = super().take(outputs)
-        for key, value in self.views:
-            key[[-1, self.length - 1]] = key[[self.length - 1, -1]]
-            value[[-1, self.length - 1]] = value[[self.length - 1, -1]]
+        for slots in self.views.values():
+            slots[[-1, self.length - 1]] = slots[[self.length - 1, -1]]
         return step
 
 
@@ -211,9 +206,11 @@ def test_a_disturbed_slot_is_seen(strategy):
 )
 def test_fill_gives_the_trace_and_zeros(strategy, form, length, token):
     host = make(strategy, form)
-    trace = standin.Model(host.contract.layers).trace(np.arange(8) % 11, 8, standin.tables(8), host.contract.windows)
+    trace = standin.Model(standin.layers_of(host.contract)).trace(
+        np.arange(8) % 11, 8, standin.tables(8), host.contract.windows
+    )
     host.reset(garbage=1e3)
-    host.fill(trace.tokens.tolist(), trace.keys, trace.values, length)
+    host.fill(trace.tokens.tolist(), trace.states, length)
     fed = host.feeds(token)
     assert list(fed) == [t.name for t in host.contract.inputs]
     for t in host.contract.inputs:
@@ -221,7 +218,7 @@ def test_fill_gives_the_trace_and_zeros(strategy, form, length, token):
     want = host.tables["embedding"][token] + host.tables["position"][length]
     assert np.array_equal(fed["embedding"].reshape(-1), want)
     for i, role in itertools.product(range(2), (c.KEY, c.VALUE)):
-        rows = (trace.keys if role == c.KEY else trace.values)[i]
+        rows = trace.states[f"layers.{i}.{role}"]
         for s, h, d in np.ndindex(rows.shape):
             name, at = standin.index(host.contract, i, role, h, d, s)
             assert fed[name][at] == (rows[s, h, d] if s < length else 0)
@@ -282,7 +279,7 @@ def test_refusals_are_one_line():
     with pytest.raises(ValueError, match=r"output 'key.1.out': got shape"):
         host.take(outputs)
     with pytest.raises(ValueError, match="cache full"):
-        host.fill([1] * 9, [np.zeros((9, 2, 4))] * 2, [np.zeros((9, 2, 4))] * 2, 9)
+        host.fill([1] * 9, dict.fromkeys(host.states, np.zeros((9, 2, 4))), 9)
 
 
 def test_the_free_run_goes_on_after_a_divergence():

@@ -8,6 +8,7 @@ import graphs
 import numpy as np
 import onnx
 import pytest
+import standin
 from graphs import STRATEGIES, Graph, Model, worst
 from kvgate import contract as c
 from kvgate.jobs import record
@@ -92,7 +93,7 @@ def test_chunks_do_not_matter(graph, trace):
     """A cache filled from the trace, or stepped to the same place, gives the same next steps."""
     for start in (1, 4, 7):
         host = graph.host()
-        host.fill(trace.tokens.tolist(), trace.keys, trace.values, start)
+        host.fill(trace.tokens.tolist(), trace.states, start)
         for position in range(start, CAPACITY):
             step = host.take(graph.engine.step(host.feeds(int(trace.tokens[position]))))
             assert graphs.relative(step.logits, trace.logits[position]) < TOLERANCE
@@ -107,18 +108,17 @@ def test_integers_through_the_cache(llama):
         host = graph.host()
         host.reset()
         for length in (0, 3, CAPACITY - 1):
-            for i, (key, value) in enumerate(host.views):
+            for i, (key, value) in enumerate(standin.pairs(host.views)):
                 s, h, d = np.ogrid[: key.shape[0], : key.shape[1], : key.shape[2]]
                 key[...] = s + 10 * h + 100 * d + 4000 * i
                 value[...] = key + 0.5
             host.length = length
-            kept = [(k.copy(), v.copy()) for k, v in host.views]
+            kept = {name: slots.copy() for name, slots in host.views.items()}
             step = host.take(graph.engine.step(host.feeds(7)))
             assert step.disturbed == 0
-            for (key, value), (k, v), own_k, own_v in zip(host.views, kept, step.keys, step.values, strict=True):
-                k[length], v[length] = own_k, own_v
-                np.testing.assert_array_equal(key, k)
-                np.testing.assert_array_equal(value, v)
+            for name, own in step.states.items():
+                kept[name][length] = own
+                np.testing.assert_array_equal(host.views[name], kept[name])
 
 
 # The wrong ways
@@ -138,8 +138,8 @@ class Shuffled:
 
     def take(self, outputs):
         step = super().take(outputs)
-        for key, value in self.views:
-            key[[0, 1]], value[[0, 1]] = key[[1, 0]], value[[1, 0]]
+        for slots in self.views.values():
+            slots[[0, 1]] = slots[[1, 0]]
         return step
 
 
@@ -205,7 +205,7 @@ def test_a_graph_with_a_baked_input_is_seen(llama, trace, tmp_path):
         if name not in {t.name for t in graph.contract.inputs}:
             continue
         host = graph.host()
-        host.fill(trace.tokens.tolist(), trace.keys, trace.values, 2)
+        host.fill(trace.tokens.tolist(), trace.states, 2)
         frozen = host.feeds(int(trace.tokens[2]))[name].copy()
 
         class Frozen:

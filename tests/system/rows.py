@@ -24,7 +24,7 @@ CUSTOM = json.dumps({"kvgate": "0123456789abcdef"})
 
 
 def trace() -> Trace:
-    return standin.Model(CONTRACT.layers).generate([3, 1, 4], 3, TABLES, CONTRACT.windows)
+    return standin.Model(standin.layers_of(CONTRACT)).generate([3, 1, 4], 3, TABLES, CONTRACT.windows)
 
 
 def host() -> Any:

@@ -50,7 +50,7 @@ def assert_observed(path: Path) -> None:
         assert sorted(found.files) == sorted(wanted)
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], atol=2e-3, err_msg=name)
-        assert np.abs(wanted["forced/key.0"]).max() > 0.1  # there is something to compare
+        assert np.abs(wanted["forced/layers.0.key"]).max() > 0.1  # there is something to compare
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,7 @@ class Prepared:
         for history in ("isolated", "forced"):
             at = seen[f"{history}/positions"]
             errors.append(metrics.l2(seen[f"{history}/logits"], self.trace.logits[at]))
-            for i, (key, value) in enumerate(zip(self.trace.keys, self.trace.values, strict=True)):
-                errors.append(metrics.l2(seen[f"{history}/key.{i}"], key[at]))
-                errors.append(metrics.l2(seen[f"{history}/value.{i}"], value[at]))
+            errors += [metrics.l2(seen[f"{history}/{name}"], x[at]) for name, x in self.trace.states.items()]
         return max(errors)
 
 
@@ -140,10 +138,9 @@ def test_a_graph_of_moved_weights_is_held_to_what_they_give(tmp_path, family, st
 
 def test_the_cache_really_is_in_another_basis(tmp_path):
     made = Prepared(tmp_path, "llama", "vrot", "krot", "qkv")
-    made.host.fill(made.trace.tokens.tolist(), made.trace.keys, made.trace.values, TOKENS)
-    for i, (key, value) in enumerate(made.host.views):
-        assert metrics.l2(key, made.trace.keys[i]) > 0.1
-        assert metrics.l2(value, made.trace.values[i]) > 0.1
+    made.host.fill(made.trace.tokens.tolist(), made.trace.states, TOKENS)
+    for name, slots in made.host.views.items():
+        assert metrics.l2(slots, made.trace.states[name]) > 0.1
 
 
 def test_a_wrong_inverse_is_seen(tmp_path):

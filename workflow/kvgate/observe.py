@@ -6,7 +6,7 @@ numpy only, Python 3.9: boards run it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 from kvgate.strategies.host import Host, Step
 
 Array = np.ndarray
+_REPLACED = "replaced/"  # how their names begin in a trace.npz
 
 
 class Engine(Protocol):
@@ -34,34 +35,52 @@ class Trace:
     prompt: int  # how many of them were given; T for a text
     ended: bool  # the generation reached an end-of-text token by itself
     end_ids: tuple[int, ...]
-    keys: list[Array]  # per layer [T, Hk, D], as attention cached them (rotated)
-    values: list[Array]
+    states: dict[str, Array]  # the appended ones by name: every token's entry [T, Hk, D] (keys rotated)
     logits: Array | None = None  # [T, V]; None for calibration texts
+    replaced: dict[str, Array] = field(default_factory=dict)  # the others: the whole after each position of `at`
+    at: Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @staticmethod
     def load(path: str) -> Trace:
         """Read a trace.npz."""
         with np.load(path) as file:
-            layers = sum(1 for name in file.files if name.startswith("key."))
             return Trace(
                 file["tokens"],
                 int(file["prompt"]),
                 bool(file["ended"]),
                 tuple(int(x) for x in file["end_ids"]),
-                [file[f"key.{i}"] for i in range(layers)],
-                [file[f"value.{i}"] for i in range(layers)],
+                {name: file[name] for name in file.files if name.startswith("layers.")},
                 file["logits"] if "logits" in file.files else None,
+                {x.removeprefix(_REPLACED): file[x] for x in file.files if x.startswith(_REPLACED)},
+                *([file["at"]] if "at" in file.files else []),
             )
 
     def save(self, path: str) -> None:
         """Write a trace.npz, the same bytes for the same content (numpy stores a fixed date in its zip)."""
         arrays = {"tokens": self.tokens, "prompt": self.prompt, "ended": self.ended, "end_ids": self.end_ids}
-        arrays |= {f"key.{i}": k for i, k in enumerate(self.keys)}
-        arrays |= {f"value.{i}": v for i, v in enumerate(self.values)}
+        arrays |= self.states
+        if self.replaced:
+            arrays |= {_REPLACED + name: x for name, x in self.replaced.items()} | {"at": self.at}
         if self.logits is not None:
             arrays["logits"] = self.logits
         with Path(path).open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    def before(self, length: int) -> dict[str, Array]:
+        """The states of `Host.fill` at a length. Raises ValueError where a replaced one is not known there."""
+        if not self.replaced or not length:
+            return self.states
+        found = np.flatnonzero(self.at == length - 1)
+        if not len(found):
+            raise ValueError(f"trace: got no replaced states after position {length - 1}, known: {self.at.tolist()}")
+        return self.states | {name: x[found[0]] for name, x in self.replaced.items()}
+
+    def steps(self, room: int) -> list[int]:
+        """The positions below `room` whose step can be fed the reference's states and compared with it."""
+        if not self.replaced:
+            return list(range(room))
+        at = set(self.at.tolist())
+        return [p for p in range(room) if p in at and (p == 0 or p - 1 in at)]
 
 
 def spread(count: int, positions: int) -> list[int]:
@@ -74,7 +93,8 @@ def planned(trace: Trace, capacity: int, histories: Sequence[str], isolated: int
     # A prompt's last generated token is read by nobody; a text's last token is fed to see its K/V and the last slot.
     fed = len(trace.tokens) - (trace.prompt < len(trace.tokens))
     room = min(fed, capacity)
-    found = {"isolated": spread(isolated, room)} if "isolated" in histories else {}
+    able = trace.steps(room)
+    found = {"isolated": [able[n] for n in spread(isolated, len(able))]} if "isolated" in histories else {}
     return found | ({"forced": list(range(room))} if {"forced", "free"} & set(histories) else {})
 
 
@@ -89,19 +109,19 @@ def observe(
     """Run a trace's program in the given histories; `isolated`: how many positions of that history.
 
     Returns arrays by `{history}/{what}`, n steps in order: `positions` [n], `tokens` [n] as fed, `logits` [n, V],
-    `key.{layer}` and `value.{layer}` [n, Hk, D], `disturbed` [n] (Step.disturbed). `free/tokens` are the generated
-    ones, `free/diverged` is the first generated step that differs from the reference's (-1: none); its other arrays
-    begin after the divergence, as before it the free run is the forced one. Positions beyond the capacity are left
-    out. Raises ValueError where nothing could be run.
+    every state by its name (`layers.3.key` [n, Hk, D], of a replaced one the steps at positions of `Trace.at` alone),
+    `disturbed` [n] (Step.disturbed). `free/tokens` are the generated ones, `free/diverged` is the first generated step
+    that differs from the reference's (-1: none); its other arrays begin after the divergence, as before it the free run
+    is the forced one. Positions beyond the capacity are left out. Raises ValueError where nothing could be run.
     """
     positions = planned(trace, host.contract.cache.capacity, histories, isolated)
     found: dict[str, Array] = {}
     if "isolated" in positions:
-        found |= _pack("isolated", _isolated(engine, host, trace, positions["isolated"], progress))
+        found |= _pack("isolated", _isolated(engine, host, trace, positions["isolated"], progress), trace)
     if "forced" in positions:
         room = len(positions["forced"])
         steps, diverged, state = _forced(engine, host, trace, room, progress)
-        found |= _pack("forced", steps)
+        found |= _pack("forced", steps, trace)
         if "free" in histories:
             found |= _free(engine, host, trace, room, steps, diverged, state, progress)
     if not found:
@@ -122,7 +142,7 @@ def _isolated(
 ) -> list[Row]:
     rows = []
     for n, position in enumerate(positions):
-        host.fill(trace.tokens.tolist(), trace.keys, trace.values, position)
+        host.fill(trace.tokens.tolist(), trace.before(position), position)
         rows.append(_run(engine, host, int(trace.tokens[position])))
         progress(f"isolated {n + 1}/{len(positions)}")
     return rows
@@ -153,12 +173,13 @@ def _free(engine, host, trace, room, forced, diverged, state, progress) -> dict[
             rows.append(_run(engine, host, generated[-1]))
             generated.append(int(rows[-1][2].logits.argmax()))
             progress(f"free {len(generated)}/{cap}")
-    found = _pack("free", rows) if rows else {}
+    found = _pack("free", rows, trace) if rows else {}
     step = diverged - (trace.prompt - 1) if diverged >= 0 else -1
     return found | {"free/tokens": np.array(generated, np.int64), "free/diverged": np.array(step)}
 
 
-def _pack(history: str, rows: list[Row]) -> dict[str, Array]:
+def _pack(history: str, rows: list[Row], trace: Trace) -> dict[str, Array]:
+    known = set(trace.at.tolist())
     steps = [step for _, _, step in rows]
     found = {
         "positions": np.array([p for p, _, _ in rows]),
@@ -166,9 +187,9 @@ def _pack(history: str, rows: list[Row]) -> dict[str, Array]:
         "logits": compact(np.stack([s.logits for s in steps])),
         "disturbed": np.array([s.disturbed for s in steps]),
     }
-    for i in range(len(steps[0].keys)):
-        found[f"key.{i}"] = compact(np.stack([s.keys[i] for s in steps]))
-        found[f"value.{i}"] = compact(np.stack([s.values[i] for s in steps]))
+    for name in steps[0].states:
+        kept = [s.states[name] for p, _, s in rows if name not in trace.replaced or p in known]
+        found[name] = compact(np.stack(kept)) if kept else np.zeros((0, *steps[0].states[name].shape), np.float16)
     return {f"{history}/{name}": array for name, array in found.items()}
 
 

@@ -152,7 +152,7 @@ class Engine:
             return []
         pairs = [(self.boundaries[i.name], self.boundaries[o.name]) for i, o in zip(inputs, outputs)]
         fits = all(i.plain and i.same_memory(o) for i, o in pairs)
-        fits = fits and all((i.role, i.layer) == (o.role, o.layer) for i, o in zip(inputs, outputs))
+        fits = fits and all(i.states == o.states for i, o in zip(inputs, outputs))
         return [(i.name, o.name) for i, o in zip(inputs, outputs)] if fits else []
 
     # Opening

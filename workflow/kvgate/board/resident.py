@@ -10,7 +10,7 @@ import numpy as np
 from kvgate.contract import Contract
 from kvgate.strategies import host
 
-Slots = list  # per layer K and V as [S, Hk, D]
+Slots = dict  # by state [S, Hk, D]
 
 
 class Resident(host.Host):
@@ -42,10 +42,10 @@ class Resident(host.Host):
     def take_cache(self, outputs: Mapping[str, np.ndarray], views: Slots) -> tuple[Slots, float]:
         if not self.engine.swaps:
             return super().take_cache(outputs, views)
-        count = len(self.views[0][0])
-        grown = len(views[0][0]) > count  # the last slot is this step's, else it lies at its own place
+        count = self.contract.cache.capacity
+        grown = len(next(iter(views.values()))) > count  # the last slot is this step's, else it lies at its own place
         new = count if grown else self.length
-        taken = [(np.array(k[new], np.float32), np.array(v[new], np.float32)) for k, v in views]
+        taken = {name: np.array(x[new], np.float32) for name, x in views.items()}
         disturbed = self._disturbed(views, taken, count, grown) if self.observes else 0.0
         self._swap()
         if grown:
@@ -55,12 +55,12 @@ class Resident(host.Host):
     def _disturbed(self, views: Slots, taken: Slots, count: int, grown: bool) -> float:
         if not grown:
             self._write(taken)  # into what was fed, which the next step overwrites
-        returned = [(_float(k[:count]), _float(v[:count])) for k, v in views]
-        return host.relative_change(returned, [(_float(k), _float(v)) for k, v in self.views])
+        returned = {name: _float(x[:count]) for name, x in views.items()}
+        return host.relative_change(returned, {name: _float(self.views[name]) for name in views})
 
     def _write(self, taken: Slots) -> None:
-        for (key, value), (k, v) in zip(self.views, taken):
-            key[self.length], value[self.length] = k, v
+        for name, entry in taken.items():
+            self.views[name][self.length] = entry
 
 
 def _float(array: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvgate.checkpoint import precise, refusals
+from kvgate.contract import KEY, VALUE
 from kvgate.observe import Trace
 from kvgate.serving import today
 
@@ -107,8 +108,8 @@ def trace(
             ids.append(int(precise.rounded(scores[0, -1]).argmax()))
         ended = ids[-1] in ends
         progress(f"token {len(ids) - len(prompt)}/{new}")
-    scores, keys, values = whole(model, ids, logits)
-    return Trace(np.array(ids, np.int64), len(prompt), ended, tuple(ends), keys, values, scores)
+    scores, states = whole(model, ids, logits)
+    return Trace(np.array(ids, np.int64), len(prompt), ended, tuple(ends), states, scores)
 
 
 def seed(prompt: Sequence[int]) -> int:
@@ -147,8 +148,9 @@ def draw(model: Any, prompt: Sequence[int], count: int, ends: Sequence[int] = ()
     return [int(x) for x in found[0, len(prompt) :]]
 
 
-def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, list[np.ndarray], list[np.ndarray]]:
-    """One forward pass over `ids`: logits [T, V] (None if not wanted), every layer's K and V [T, Hk, D] as cached.
+def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, dict[str, np.ndarray]]:
+    """One forward pass over `ids`: logits [T, V] (None if not wanted), every layer's K and V [T, Hk, D] as cached, by
+    the states' names.
 
     The cache object only collects here: it starts empty and nothing is read from it. Without a config it does not
     cut sliding layers to their window.
@@ -157,8 +159,7 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
 
     refuse_other_caches(model.config)
     cache = DynamicCache()
-    keys: list[np.ndarray] = []
-    values: list[np.ndarray] = []
+    states: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         keep = 0 if logits else 1  # 0: all
         scores = model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=keep).logits
@@ -166,12 +167,12 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, lis
             key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
             if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
                 raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
-            for found, into in ((key, keys), (value, values)):
+            for kind, found in ((KEY, key), (VALUE, value)):
                 heads = distinct_heads(found, model.config)[0].transpose(0, 1)
-                into.append(precise.single(precise.rounded(heads.contiguous())))
-        if not keys:
+                states[f"layers.{i}.{kind}"] = precise.single(precise.rounded(heads.contiguous()))
+        if not states:
             raise ValueError(f"{model.config.model_type}: got no cached layer, allowed: attention layers")
-        return (precise.single(precise.rounded(scores[0])) if logits else None), keys, values
+        return (precise.single(precise.rounded(scores[0])) if logits else None), states
 
 
 def refuse_other_caches(config: Any) -> None:

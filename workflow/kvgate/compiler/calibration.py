@@ -146,7 +146,7 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
 
 def feeds(contract: Contract, host: Host, trace: Trace, position: int, what: str) -> dict[str, Array]:
     """As in an isolated run: the cache filled from the trace, then the next step's inputs. `what` opens the errors."""
-    host.fill(trace.tokens.tolist(), trace.keys, trace.values, position)
+    host.fill(trace.tokens.tolist(), trace.before(position), position)
     arrays = host.feeds(int(trace.tokens[position]))
     for t in contract.inputs:
         array = arrays[t.name]

@@ -38,14 +38,16 @@ def from_boundary(x: Tensor, cache: c.Cache, form: str) -> Tensor:
     return x.permute(1, 3, 0, 2) if layout == "channels" else x.permute(2, 0, 3, 1)
 
 
-def unpack(inputs: Mapping[str, Tensor], cache: c.Cache, layers: Sequence[c.Layer]) -> History:
+def unpack(inputs: Mapping[str, Tensor], contract: c.Contract) -> History:
     """What every layer writes into, out of the boundary's cache inputs."""
+    cache, layers = contract.cache, range(len(contract.layers))
     if cache.packing == "model":
-        keys, values = (inputs[name].split(layers[0].kv_heads, _heads(cache)) for name in ("keys", "values"))
+        heads = contract.states[0].entry[0]
+        keys, values = (inputs[name].split(heads, _heads(cache)) for name in ("keys", "values"))
         return list(zip(keys, values, strict=True))
     if cache.packing == "layer":
-        return [(inputs[f"pair.{i}"],) for i in range(len(layers))]
-    return [(inputs[f"key.{i}"], inputs[f"value.{i}"]) for i in range(len(layers))]
+        return [(inputs[f"pair.{i}"],) for i in layers]
+    return [(inputs[f"key.{i}"], inputs[f"value.{i}"]) for i in layers]
 
 
 def join(key: Tensor, value: Tensor, cache: c.Cache) -> tuple[Tensor, ...]:
@@ -53,11 +55,9 @@ def join(key: Tensor, value: Tensor, cache: c.Cache) -> tuple[Tensor, ...]:
     return (torch.cat([key, value], _channels(cache)),) if cache.packing == "layer" else (key, value)
 
 
-def part(written: Sequence[Tensor], cache: c.Cache, layer: c.Layer) -> Sequence[Tensor]:
-    """The inverse of join."""
-    if cache.packing != "layer":
-        return written
-    return written[0].split([layer.key_size, layer.value_size], _channels(cache))
+def part(written: Sequence[Tensor], cache: c.Cache, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """The inverse of join. sizes: channels of K and of V."""
+    return written[0].split(list(sizes), _channels(cache)) if cache.packing == "layer" else written
 
 
 def pack(returned: History, cache: c.Cache) -> list[Tensor]:

@@ -41,19 +41,20 @@ class Decoder(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
         cache, layers = self.contract.cache, self.contract.layers
-        history = cache_layout.unpack(given, cache, layers)
+        history = cache_layout.unpack(given, self.contract)
         returned: dict[int, tuple[Tensor, ...]] = {}
         extra: dict[str, Any] = dict(given)
 
         def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             form = self.spec.form
+            axis_d = 1 if form == "recipe" else 3
             new = cache_layout.join(
                 cache_layout.to_boundary(key, cache, form), cache_layout.to_boundary(value, cache, form), cache
             )
             axis = cache_layout.slot_axis(cache)
             pairs = [self.half.write(old, x, axis, extra) for old, x in zip(history[layer], new, strict=True)]
             returned[layer] = tuple(kept for _, kept in pairs)
-            seen = cache_layout.part([x for x, _ in pairs], cache, layers[layer])
+            seen = cache_layout.part([x for x, _ in pairs], cache, [key.shape[axis_d], value.shape[axis_d]])
             k, v = (cache_layout.from_boundary(x, cache, form) for x in seen)
             return k, v
 
@@ -100,10 +101,10 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
     half = strategy(strategy_name)
     effective = [None if w is None or w >= cache.capacity else w for w in spec.windows]
     used = sorted({effective[x.mask] for x in spec.layers}, key=lambda w: (w is not None, w))
-    layers = tuple(
-        c.Layer(x.kv_heads, x.key_size, x.value_size, used.index(effective[x.mask]), x.rotation)
-        for x in sorted(spec.layers, key=lambda x: x.index)
-    )
+    attention = sorted(spec.layers, key=lambda x: x.index)
+    layers = tuple(c.Layer(used.index(effective[x.mask]), x.rotation) for x in attention)
+    kept = [c.key_value(x.index, x.kv_heads, x.key_size, x.value_size, cache.capacity) for x in attention]
+    states = tuple(x for pair in kept for x in pair)
     inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, spec.hidden))]
     inputs += [c.Tensor(f"mask.{i}", c.MASK, (1, half.columns(cache.capacity)), index=i) for i in range(len(used))]
     rotating = {x.rotation for x in spec.layers}
@@ -119,9 +120,9 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
     if any(x.slopes for x in spec.layers):
         inputs.append(c.Tensor("position", c.POSITION, (1, 1), "float32"))
     inputs += half.extras(cache)
-    inputs += c.cache_tensors(cache, layers, cache.capacity)
+    inputs += c.cache_tensors(cache, states, cache.capacity)
     outputs = [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]
-    outputs += c.cache_tensors(cache, layers, half.returned(cache.capacity), ".out")
+    outputs += c.cache_tensors(cache, states, half.returned(cache.capacity), ".out")
     return c.Contract(
         strategy=strategy_name,
         part="decode",
@@ -130,6 +131,7 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
         vocabulary=spec.vocabulary,
         hidden=spec.hidden,
         cache=cache,
+        states=states,
         layers=layers,
         windows=tuple(used),
         inputs=tuple(inputs),

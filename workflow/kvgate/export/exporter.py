@@ -46,7 +46,7 @@ def run(job: Job) -> dict[str, Any]:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        inputs, outputs, layers, window = write(model, int(strategy["capacity"]), work)
+        inputs, outputs, states, window = write(model, int(strategy["capacity"]), work)
         np.savez(work / "host.npz")  # this host looks nothing up
         contract = c.Contract(
             strategy=strategy["module"],
@@ -56,7 +56,8 @@ def run(job: Job) -> dict[str, Any]:
             vocabulary=int(model.get_output_embeddings().weight.shape[0]),
             hidden=int(model.config.hidden_size),
             cache=c.Cache(int(strategy["capacity"]), layout="rows", rank=4, packing="apart"),
-            layers=layers,
+            states=states,
+            layers=(c.Layer(rotation=None),) * len({x.layer for x in states}),  # angles are made in the graph
             windows=(window,),
             inputs=inputs,
             outputs=outputs,
@@ -72,8 +73,8 @@ def run(job: Job) -> dict[str, Any]:
     return {"form": "exporter", "reason": contract.reason, "contract": contract.digest, "files": files}
 
 
-# Inputs, outputs, layers, and the sliding window of the mask that the host makes (None where it is the graph's own).
-Boundary = tuple[tuple[c.Tensor, ...], tuple[c.Tensor, ...], tuple[c.Layer, ...], int | None]
+# Inputs, outputs, states, and the sliding window of the mask that the host makes (None where it is the graph's own).
+Boundary = tuple[tuple[c.Tensor, ...], tuple[c.Tensor, ...], tuple[c.State, ...], int | None]
 
 
 def _hf_export(model: Any, capacity: int, folder: Path) -> Boundary:
@@ -103,11 +104,11 @@ def _hf_export(model: Any, capacity: int, folder: Path) -> Boundary:
     graph = _save(folder / "saved" / "model.onnx", folder)
     inputs = tuple(_tensor(x) for x in graph.input)
     outputs = tuple(_tensor(x) for x in graph.output)
-    layers = []
-    for keys, values in rows:
+    states: list[c.State] = []
+    for i, (keys, values) in enumerate(rows):
         heads = reference.distinct_heads(keys, model.config).shape[1]  # falcon's tensors hold each head g times
-        layers.append(c.Layer(heads, keys.shape[3], values.shape[3], rotation=None))  # angles are made in the graph
-    return inputs, outputs, tuple(layers), None
+        states += c.key_value(i, heads, keys.shape[3], values.shape[3], capacity)
+    return inputs, outputs, tuple(states), None
 
 
 def _cached_rows(model: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -176,11 +177,10 @@ def _cache_argument(model: Any) -> str:
 
 def _legacy(model: Any, capacity: int, folder: Path) -> Boundary:
     """One token against `capacity` cached ones, [1, Hk, S, D]; the present comes back with capacity + 1."""
-    layers = tuple(
-        c.Layer(keys.shape[1], keys.shape[3], values.shape[3], rotation=None) for keys, values in _cached_rows(model)
-    )
+    rows = _cached_rows(model)
+    states = [x for i, (k, v) in enumerate(rows) for x in c.key_value(i, k.shape[1], k.shape[3], v.shape[3], capacity)]
     cache = c.Cache(capacity, layout="rows", rank=4, packing="apart")
-    history = c.cache_tensors(cache, layers, capacity)
+    history = c.cache_tensors(cache, states, capacity)
     inputs = (
         c.Tensor("ids", c.IDS, (1, 1), "int64"),
         c.Tensor("position", c.POSITION, (1, 1), "int64"),
@@ -188,10 +188,10 @@ def _legacy(model: Any, capacity: int, folder: Path) -> Boundary:
         *history,
     )
     logits = c.Tensor("logits", c.LOGITS, (1, 1, int(model.get_output_embeddings().weight.shape[0])))
-    outputs = (logits, *c.cache_tensors(cache, layers, capacity + 1, ".out"))
+    outputs = (logits, *c.cache_tensors(cache, states, capacity + 1, ".out"))
     example = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in inputs)
-    _export_legacy(_Step(model, len(layers)), example, [t.name for t in inputs], [t.name for t in outputs], folder)
-    return inputs, outputs, layers, _window(model.config)
+    _export_legacy(_Step(model, len(rows)), example, [t.name for t in inputs], [t.name for t in outputs], folder)
+    return inputs, outputs, tuple(states), _window(model.config)
 
 
 def _recompute(model: Any, capacity: int, folder: Path) -> Boundary:
@@ -273,8 +273,8 @@ def _tensor(value: onnx.ValueInfoProto) -> c.Tensor:
     dtype = str(np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)))
     cached = _CACHE_NAME.search(value.name)
     if cached:
-        role = c.KEY if cached[2] == "keys" else c.VALUE
-        return c.Tensor(value.name, role, shape, dtype, layer=int(cached[1]))
+        state = f"layers.{cached[1]}.{cached[2].removesuffix('s')}"
+        return c.Tensor(value.name, c.STATE, shape, dtype, states=(state,))
     roles = {
         "ids": c.IDS,
         "input_ids": c.IDS,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SHIPS = ("pass", "warn", "behaves")  # as what a row is handed over, the best first
-_NUMBERS = ("kv_l2", "disturbed", "logits_l2", "top1")  # gates on how far numbers are off
+_NUMBERS = ("kv_l2", "state_l2", "disturbed", "logits_l2", "top1")  # gates on how far numbers are off
 
 
 def ships(verdict: Mapping[str, Any]) -> str:

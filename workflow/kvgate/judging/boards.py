@@ -4,9 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvgate.judging.gates import Gate
-
-# A board's times a step, medians; the overhead is what `inference` takes beyond the runtime's own run time.
-TIMES = ("total", "inference", "npu", "cpu", "inputs", "cache", "overhead", "first_token")
+from kvgate.judging.wording import TIMES
 
 # Findings of a run that no figure makes up for: what came back may be what lay in the buffers before.
 FATAL = ("failed_to_submit", "ignored_run_error")

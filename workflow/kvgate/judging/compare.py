@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvgate import observe
-from kvgate.contract import Contract
+from kvgate.contract import KINDS, Contract
 from kvgate.jobs import record
-from kvgate.judging import metrics, symptoms
+from kvgate.judging import metrics, symptoms, wording
 from kvgate.observe import Trace
 
 Array = np.ndarray
@@ -21,7 +21,7 @@ HISTORIES = ("isolated", "forced")  # the free run is compared by its tokens: af
 TOKEN_STEPS = (0, 1, 2, 3, 16)  # generated steps whose tokens the table shows
 EXPLAINS = ("permuted", "rotation", "no_window")  # kinds of findings that say why the others are there
 # Gates and tensors of findings, as a step computes them.
-_ORDER = ("key", "value", "kv_l2", "disturbed", "logits", "logits_l2", "top1")
+_ORDER = (*KINDS, "kv_l2", "state_l2", "disturbed", "logits", "logits_l2", "top1")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Steps:
     """The measurements of a history, n steps in order. NaN where the observation holds NaN."""
 
     positions: Array  # [n]
-    kv: Array  # [n, L, 2] normalized L2 of the K and V delta; L = 0 where the strategy keeps no cache
+    kv: Array  # [n, S] normalized L2 of every appended state's entry; S = 0 where the strategy keeps no cache
+    replaced: Array  # [m, R] of every other state, whole
+    replaced_positions: Array  # [m] of `positions`, those after which the reference knows them
     raw: Array  # [n] normalized L2 of the logits
     centred: Array  # [n] the same with their mean removed
     cosine: Array  # [n]
@@ -58,14 +60,17 @@ def compare(
     measured = {h: measure(contract, trace, seen, h) for h in HISTORIES if f"{h}/positions" in seen}
     if not measured:
         raise ValueError(f"observation: got {sorted(seen)[:3]}, allowed: at least one step of isolated or forced")
+    names = [x.name for x in contract.kept() if x.appended]
+    replaced = [x.name for x in contract.kept() if not x.appended]
     for history, steps in measured.items():
-        histories[history] = summary(steps)
-        findings += symptoms.odd(trace, seen, history, steps.kv.shape[1])
-        findings += symptoms.moved(trace, seen, history, steps.kv)
+        histories[history] = summary(steps, names, replaced)
+        findings += symptoms.odd(contract, trace, seen, history)
+        findings += symptoms.moved(contract, trace, seen, history, steps.kv)
         findings += symptoms.turned(contract, trace, seen, history, steps.kv, off)
         findings += symptoms.unhidden(contract, history, steps.positions, steps.kv, steps.raw, off)
         arrays |= {f"{history}/{name}": array for name, array in steps.arrays().items()}
-    body: dict[str, Any] = {"histories": histories, "findings": findings, "free": None, "perplexity": None}
+    body: dict[str, Any] = {"states": names, "replaced": replaced}
+    body |= {"histories": histories, "findings": findings, "free": None, "perplexity": None}
     if "free/tokens" in seen and trace.prompt < len(trace.tokens):  # a text generates nothing
         body["free"] = free(trace, seen, measured.get("forced"))
     if trace.prompt == len(trace.tokens) and "forced" in measured:
@@ -92,18 +97,25 @@ def measure(contract: Contract, trace: Trace, seen: Mapping[str, Array], history
         fields["rms"].append(float(metrics.rms_error(got, want)))
         fields["margin"].append(float(metrics.margin(want)))
         best.append((int(got.argmax()), int(want.argmax())))
-    layers = len(contract.layers) if contract.cache_outputs() else 0
-    kv = np.empty((len(positions), layers, 2))
-    for layer in range(layers):
-        for n, (name, reference) in enumerate(zip(symptoms.TENSORS, (trace.keys, trace.values), strict=True)):
-            key = f"{history}/{name}.{layer}"
-            if key not in seen:
-                raise ValueError(f"observation: lacks {key}, which the contract returns")
-            kv[:, layer, n] = metrics.l2_rows(seen[key], reference[layer][positions])
+    known = [int(p) for p in positions if p in trace.at]
+    errors: dict[bool, list[Array]] = {True: [], False: []}
+    for state in contract.kept():
+        if f"{history}/{state.name}" not in seen:
+            raise ValueError(f"observation: lacks {history}/{state.name}, which the contract returns")
+        got = seen[f"{history}/{state.name}"]
+        want = wanted(trace, state.name, positions)
+        if len(got) != len(want):
+            raise ValueError(f"{history}/{state.name}: got {len(got)} entries, allowed: {len(want)}")
+        errors[state.appended].append(metrics.l2_rows(got, want))
+    kv, replaced = (
+        np.stack(x, 1) if x else np.empty((n, 0)) for n, x in ((len(positions), errors[True]), (0, errors[False]))
+    )
     tokens = np.array(best)
     return Steps(
         positions,
         kv,
+        replaced,
+        np.array(known, np.int64) if errors[False] else np.zeros(0, np.int64),
         **{name: np.array(values) for name, values in fields.items()},
         got=tokens[:, 0],
         want=tokens[:, 1],
@@ -111,7 +123,14 @@ def measure(contract: Contract, trace: Trace, seen: Mapping[str, Array], history
     )
 
 
-def summary(steps: Steps) -> dict[str, Any]:
+def wanted(trace: Trace, state: str, positions: Array) -> Array:
+    """The reference's values of a state at the positions of a history; of a replaced one at those that it knows."""
+    if state in trace.replaced:
+        return trace.replaced[state][np.searchsorted(trace.at, [p for p in positions if p in trace.at])]
+    return trace.states[state][positions]
+
+
+def summary(steps: Steps, names: Sequence[str] = (), replaced: Sequence[str] = ()) -> dict[str, Any]:
     """A history in a few figures. A figure that is NaN or infinite is null, and its finding says why."""
     changed = [
         {
@@ -128,7 +147,8 @@ def summary(steps: Steps) -> dict[str, Any]:
     return {
         "steps": len(steps.positions),
         "positions": [int(p) for p in steps.positions],
-        "kv": _kv(steps) if steps.kv.size else None,
+        "kv": _states(steps.kv, steps.positions, names) if steps.kv.size else None,
+        "replaced": _states(steps.replaced, steps.replaced_positions, replaced) if steps.replaced.size else None,
         "logits": {"centred": _spread(steps, steps.centred), "raw": _spread(steps, steps.raw)},
         "sqnr_db": {"median": number(np.median(noise)), "worst": number(noise.min())},
         "cosine": {"worst": number(steps.cosine.min())},
@@ -139,24 +159,18 @@ def summary(steps: Steps) -> dict[str, Any]:
     }
 
 
-def _kv(steps: Steps) -> dict[str, Any]:
-    ranked = np.where(np.isnan(steps.kv), np.inf, steps.kv)
-    n, layer, tensor = (int(i) for i in np.unravel_index(ranked.argmax(), ranked.shape))
-    worst = {
-        "value": number(steps.kv[n, layer, tensor]),
-        "layer": layer,
-        "tensor": symptoms.TENSORS[tensor],
-        "step": n,
-        "position": int(steps.positions[n]),
+def _states(values: Array, positions: Array, names: Sequence[str]) -> dict[str, Any]:
+    """Median and worst of errors [n, S], in all and of every state."""
+    ranked = np.where(np.isnan(values), np.inf, values)
+    n, which = (int(i) for i in np.unravel_index(ranked.argmax(), ranked.shape))
+    worst = (
+        {"value": number(values[n, which])} | wording.place(names[which]) | {"step": n, "position": int(positions[n])}
+    )
+    each = {
+        name: {"median": number(np.median(x)), "worst": number(x.max())}
+        for name, x in zip(names, ranked.T, strict=True)
     }
-    layers = [
-        {
-            name: {"median": number(np.median(x[:, i])), "worst": number(x[:, i].max())}
-            for i, name in enumerate(symptoms.TENSORS)
-        }
-        for x in ranked.transpose(1, 0, 2)
-    ]
-    return {"median": number(np.median(ranked)), "worst": worst, "layers": layers}
+    return {"median": number(np.median(ranked)), "worst": worst, "states": each}
 
 
 def _spread(steps: Steps, values: Array) -> dict[str, Any]:
@@ -255,18 +269,20 @@ def differences(
     """Is the graph the model? The worst figures over all histories, and a finding for each that says no, the first
     place first (`place`).
 
-    For the check stage: logits L2 (raw) and every K/V delta L2 at most `limit`, slots that should be as fed likewise,
+    For the check stage: logits L2 (raw) and every state's L2 at most `limit`, slots that should be as fed likewise,
     every best token and the whole free run equal. No findings: the graph is the model.
     """
     body, arrays = compare(contract, trace, seen, limit)
     facts: dict[str, Any] = {"logits_l2": 0.0, "kv_l2": 0.0, "disturbed": 0.0, "steps": 0, "top1": 0}
+    facts |= {"state_l2": 0.0} if body["replaced"] else {}
     found = list(body["findings"])
     for history, figures in body["histories"].items():
         worst = {"logits_l2": figures["logits"]["raw"]["worst"], "disturbed": figures["disturbed"]}
         worst |= {"kv_l2": figures["kv"]["worst"]} if figures["kv"] else {}
+        worst |= {"state_l2": figures["replaced"]["worst"]} if figures["replaced"] else {}
         for name, at in worst.items():
             facts[name] = None if None in (at["value"], facts[name]) else max(at["value"], facts[name])
-            found += _first(arrays, history, name, limit)
+            found += _first(body, arrays, history, name, limit)
         facts["steps"] += figures["steps"]
         facts["top1"] += figures["top1"]["equal"]
         for at in figures["top1"]["changed"][:1]:
@@ -279,22 +295,25 @@ def differences(
     return facts, sorted(found, key=place)
 
 
-_FIELDS = {"kv_l2": "kv", "disturbed": "disturbed", "logits_l2": "raw"}
+_FIELDS = {"kv_l2": "kv", "state_l2": "replaced", "disturbed": "disturbed", "logits_l2": "raw"}
 
 
-def _first(arrays: Mapping[str, Array], history: str, name: str, limit: float) -> list[dict[str, Any]]:
-    """The finding of a figure at the first step, layer and tensor where it is above the limit; none where it holds."""
-    values = arrays[f"{history}/{_FIELDS[name]}"]  # [n] or [n, L, 2]
+def _first(
+    body: Mapping[str, Any], arrays: Mapping[str, Array], history: str, name: str, limit: float
+) -> list[dict[str, Any]]:
+    """The finding of a figure at the first step and state where it is above the limit; none where it holds."""
+    values = arrays[f"{history}/{_FIELDS[name]}"]  # [n] or [n, S]
     over = np.argwhere(~(values <= limit))
     if not len(over):
         return []
     n, *inside = (int(i) for i in over[0])
+    field = "replaced_positions" if name == "state_l2" else "positions"
     at: dict[str, Any] = {
         "value": number(values[n, *inside]),
         "step": n,
-        "position": int(arrays[f"{history}/positions"][n]),
+        "position": int(arrays[f"{history}/{field}"][n]),
     }
-    at |= {"layer": inside[0], "tensor": symptoms.TENSORS[inside[1]]} if inside else {}
+    at |= wording.place(body["replaced" if name == "state_l2" else "states"][inside[0]]) if inside else {}
     where = f"layer {at['layer']} {at['tensor']}, " if inside else ""
     text = f"{history}: {name} {at['value']} at {where}position {at['position']}, allowed {limit:g}"
     return [record.finding("differs", text, gate=name, history=history, **at)]

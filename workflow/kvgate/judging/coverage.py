@@ -30,11 +30,11 @@ class Range:
 
 def ranges(contract: Contract, boundary: Mapping[str, Any]) -> list[Range]:
     """The cache inputs and outputs that are quantized. boundary: the build record's."""
-    found = []
+    found, whole = [], {x.name for x in contract.states if not x.appended}  # what is replaced has no entries to count
     for side, tensors in (("inputs", contract.cache_inputs()), ("outputs", contract.cache_outputs())):
         known = {t["name"]: (t["low"], t["high"]) for t in boundary.get(side, ()) if t.get("low") is not None}
-        for t in tensors:
-            buffer = next((x for x in contract.cache_inputs() if (x.role, x.layer) == (t.role, t.layer)), None)
+        for t in (x for x in tensors if not whole & set(x.states)):
+            buffer = next((x for x in contract.cache_inputs() if x.states == t.states), None)
             if t.name in known and buffer is not None:
                 found.append(Range(t.name, buffer, *known[t.name], side == "outputs"))
     return found
@@ -100,7 +100,7 @@ def saturated(shares: Mapping[str, float], boundary: Mapping[str, Any], algorith
 
 def _outside(host: Host, trace: Trace, length: int, found: Sequence[Range]) -> dict[str, Array]:
     """By tensor, how many values of each of the first `length` slots lie outside its range [length]."""
-    host.fill(trace.tokens.tolist(), trace.keys, trace.values, length)
+    host.fill(trace.tokens.tolist(), trace.states, length)
     axis = -1 if host.contract.cache.layout == "channels" else -2
     counts = {}
     for r in found:

@@ -3,13 +3,13 @@
 A gate's verdict is `pass`, `warn` or `fail`; where it broke is the first place in the order history, step, layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvgate.judging.symptoms import TENSORS
+from kvgate.judging import wording
 from kvgate.judging.wording import percent
 
 Array = np.ndarray
@@ -19,7 +19,7 @@ FATAL = ("nan", "inf", "all_zero", "all_equal", "permuted")  # findings that are
 OF_BOARD = ("selftest", "run")  # what a board says beside the numbers: before all of them
 OF_SWEEP = ("compared", "capacity")  # what was run at all: after all numbers
 # Of one step: as the step computes, and a strange output before the error that it makes.
-_ORDER = (*OF_BOARD, "kv_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", *OF_SWEEP)
+_ORDER = (*OF_BOARD, "kv_l2", "state_l2", "disturbed", *FATAL[:4], "logits_l2", "top1", "tokens", "permuted", *OF_SWEEP)
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,14 @@ def judge(
     """
     found = []
     for history, figures in metrics["histories"].items():
+        run = Run(program, history, arrays)
         if figures["kv"] is not None:
-            found.append(_figure("kv_l2", "K/V delta", program, history, arrays, "kv", thresholds["kv_l2"]))
-            found.append(
-                _figure("disturbed", "other slots", program, history, arrays, "disturbed", thresholds["disturbed"])
-            )
+            found.append(_figure("kv_l2", "K/V delta", run, "kv", thresholds["kv_l2"], metrics["states"]))
+            found.append(_figure("disturbed", "other slots", run, "disturbed", thresholds["disturbed"]))
+        if figures.get("replaced") is not None:
+            found.append(_figure("state_l2", "state", run, "replaced", thresholds["state_l2"], metrics["replaced"]))
         measure = thresholds["logits_measure"]
-        found.append(
-            _figure("logits_l2", f"logits ({measure})", program, history, arrays, measure, thresholds["logits_l2"])
-        )
+        found.append(_figure("logits_l2", f"logits ({measure})", run, measure, thresholds["logits_l2"]))
         found.append(_top1(program, history, figures["top1"]))
     if metrics["free"] is not None:
         found.append(_tokens(program, metrics["free"]))
@@ -104,16 +103,23 @@ def capacity(slots: int, arrays: Mapping[str, Mapping[str, Array]]) -> list[Gate
     return [Gate("capacity", "fail", text)]
 
 
+@dataclass(frozen=True)
+class Run:
+    """A history of a program, and its arrays of metrics.npz."""
+
+    program: str
+    history: str
+    arrays: Mapping[str, Array]
+
+    def get(self, field: str) -> Array:
+        return self.arrays[f"{self.history}/{field}"]
+
+
 def _figure(
-    name: str,
-    title: str,
-    program: str,
-    history: str,
-    arrays: Mapping[str, Array],
-    field: str,
-    limits: Mapping[str, float],
+    name: str, title: str, run: Run, field: str, limits: Mapping[str, float], states: Sequence[str] = ()
 ) -> Gate:
-    values = arrays[f"{history}/{field}"]  # [n] or [n, L, 2]
+    """states: the names of the second axis of the measure, where it has one."""
+    values = run.get(field)  # [n] or [n, S]
     ranked = np.where(np.isfinite(values), values, np.inf)
     top = float(ranked.max())
     verdict = level(top, limits)
@@ -122,17 +128,21 @@ def _figure(
     text = f"{title} {percent(top)}, allowed {percent(limits['pass'])}"
     if verdict != "pass":
         limit = limits["warn" if verdict == "fail" else "pass"]
-        at = np.argwhere(ranked > limit)[0]  # in the order step, layer, tensor
-        first = {"step": int(at[0]), "position": int(arrays[f"{history}/positions"][at[0]])}
-        if len(at) == 3:
-            first |= {"layer": int(at[1]), "tensor": TENSORS[at[2]]}
+        at = np.argwhere(ranked > limit)[0]  # in the order step, state
+        positions = run.get("positions")
+        over = np.unique(np.argwhere(ranked > limit)[:, 0])
+        if field == "replaced":  # some steps only: counted among all
+            known = np.searchsorted(positions, run.get("replaced_positions"))
+            at, over = np.array([known[at[0]], at[1]]), known[over]
+            value = float(ranked[np.argwhere(ranked > limit)[0][0], at[1]])
         else:
-            first["tensor"] = "logits" if name == "logits_l2" else "cache"
-        value = float(ranked[tuple(at)])
+            value = float(ranked[tuple(at)])
+        first = {"step": int(at[0]), "position": int(positions[at[0]])}
+        first |= wording.place(states[at[1]]) if states else {"tensor": "logits" if name == "logits_l2" else "cache"}
         first["value"] = value if np.isfinite(value) else None
         text = f"{title} {percent(value)}, allowed {percent(limit)}"
-        steps = tuple(int(n) for n in np.unique(np.argwhere(ranked > limit)[:, 0]))
-    return Gate(name, verdict, text, program, history, top if np.isfinite(top) else None, first, steps)
+        steps = tuple(int(n) for n in over)
+    return Gate(name, verdict, text, run.program, run.history, top if np.isfinite(top) else None, first, steps)
 
 
 def near_tie(change: Mapping[str, Any]) -> bool:

@@ -1,14 +1,14 @@
 """Every figure of a row, from the metrics of its programs and the build. numpy only."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvgate.contract import Contract, Tensor
 from kvgate.judging.compare import HISTORIES, TOKEN_STEPS, number
-from kvgate.judging.symptoms import TENSORS
+from kvgate.judging.wording import place
 
 Array = np.ndarray
 OVER = 0.01  # L2 of a K/V delta that counts as off in `kv_over`
@@ -39,8 +39,9 @@ def figures(
     for name in ("rows", "cycles", "traffic_bytes", "weight_bytes", "internal_bytes", "artifact_bytes"):
         found[name] = build.get(name)
     found["cpu_operators"] = build.get("cpu_operators")
+    names = [x.name for x in contract.kept() if x.appended]
     for label, field in (("kv", "kv"), ("logits", "centred"), ("raw", "raw")):
-        median, worst = _over_all(arrays, field)
+        median, worst = _over_all(arrays, field, names)
         found |= {f"{label}_median": median, f"{label}_worst": worst}
     found["kv_over"] = _share_over(arrays, "kv", OVER)
     centred = found["logits_worst"]
@@ -61,8 +62,10 @@ def _bytes(tensors: Iterable[Tensor], build: Mapping[str, Any], side: str) -> in
     return sum(math.prod(t.shape) * _ITEM[built.get(t.name, t.dtype)] for t in tensors)
 
 
-def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[float | None, dict[str, Any] | None]:
-    """The median of a measure over all steps, and its worst value with program, history, step, layer and tensor."""
+def _over_all(
+    arrays: Mapping[str, Mapping[str, Array]], field: str, names: Sequence[str]
+) -> tuple[float | None, dict[str, Any] | None]:
+    """The median of a measure over all steps, and its worst value with program, history, step and state."""
     every, worst, top = [], None, -1.0
     for program, found in arrays.items():
         for history in HISTORIES:
@@ -77,8 +80,8 @@ def _over_all(arrays: Mapping[str, Mapping[str, Array]], field: str) -> tuple[fl
                 position = int(found[f"{history}/positions"][at[0]])
                 worst = {"value": number(top), "program": program, "history": history, "step": int(at[0])}
                 worst["position"] = position
-                if len(at) == 3:
-                    worst |= {"layer": int(at[1]), "tensor": TENSORS[at[2]]}
+                if len(at) == 2:
+                    worst |= place(names[int(at[1])])
     return (number(np.median(np.concatenate(every))), worst) if every else (None, None)
 
 

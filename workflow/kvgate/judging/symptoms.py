@@ -1,38 +1,40 @@
 """What an observation shows beside being off: strange values, values in the wrong place, keys turned by other angles,
 a window that hides nothing. numpy only."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kvgate.contract import Contract
+from kvgate.contract import Contract, State
 from kvgate.jobs import record
 from kvgate.judging import metrics
 from kvgate.observe import Trace
 
 Array = np.ndarray
-TENSORS = ("key", "value")
 _WORDS = {"nan": "NaN", "inf": "infinite values", "all_zero": "all zero", "all_equal": "all values equal"}
 
 
-def odd(trace: Trace, seen: Mapping[str, Array], history: str, layers: int) -> list[dict[str, Any]]:
+def odd(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str) -> list[dict[str, Any]]:
     """NaN, inf, all-zero and all-equal outputs: one finding for each kind and tensor, with the first place and a count.
 
     An output that is as odd as its reference (a zero weight makes a zero key) is none.
     """
     positions = seen[f"{history}/positions"]
     found: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
-    outputs: list[tuple[str, int | None, Array | None]] = [("logits", None, trace.logits)]
-    outputs += [("key", i, trace.keys[i]) for i in range(layers)] + [
-        ("value", i, trace.values[i]) for i in range(layers)
-    ]
-    for name, layer, reference in outputs:
-        assert reference is not None
-        for step, row in enumerate(seen[f"{history}/{name}" if layer is None else f"{history}/{name}.{layer}"]):
+    assert trace.logits is not None
+    outputs: list[tuple[str, int | None, str, Array]] = [("logits", None, "logits", trace.logits)]
+    outputs += [(x.kind, x.layer, x.name, trace.states[x.name]) for x in contract.kept() if x.appended]
+    for tensor, layer, name, reference in outputs:
+        for step, row in enumerate(seen[f"{history}/{name}"]):
             kind = metrics.oddity(row)
             if kind and kind != metrics.oddity(reference[positions[step]]):
-                found.setdefault((kind, name), []).append((step, layer))
+                found.setdefault((kind, tensor), []).append((step, layer))
+    for x in contract.kept():
+        for row in seen[f"{history}/{x.name}"] if not x.appended else ():
+            if not np.isfinite(row).all():  # of a whole state only what no reference has
+                kind = "nan" if np.isnan(row).any() else "inf"
+                found.setdefault((kind, x.kind), []).append((len(positions) - 1, x.layer))
     return [_odd(history, name, kind, places, positions) for (kind, name), places in found.items()]
 
 
@@ -52,26 +54,27 @@ def _odd(history: str, name: str, kind: str, places: list[tuple[int, int | None]
     )
 
 
-def moved(trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> list[dict[str, Any]]:
+def moved(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> list[dict[str, Any]]:
     """Values in the wrong place: one finding, at the first layer whose tensor is the reference's, moved.
 
-    kv: [n, L, 2] the L2 of every K and V delta. Tried on the last step where a tensor is off by more than
+    kv: [n, S] the L2 of every appended state's entry. Tried on the last step where a tensor is off by more than
     SUSPECT_L2 in most steps: the other order of its axes, another order of its heads, and another tensor, layer or
     position in its place.
     """
     positions = seen[f"{history}/positions"]
-    places = []
-    for layer, n in np.argwhere(np.nan_to_num(np.median(kv, axis=0)) > metrics.SUSPECT_L2):
-        name, step = TENSORS[n], len(positions) - 1
-        got = seen[f"{history}/{name}.{layer}"][step]
-        want = (trace.keys, trace.values)[n][layer][positions[step]]
+    states, places = [x for x in contract.kept() if x.appended], []
+    for n in np.flatnonzero(np.nan_to_num(np.median(kv, axis=0)) > metrics.SUSPECT_L2):
+        state, step = states[n], len(positions) - 1
+        got, want = seen[f"{history}/{state.name}"][step], trace.states[state.name][positions[step]]
         how = metrics.permuted(got, want, ("heads", "channels")) or _heads(got, want)
         if how is None:
-            fits = ((metrics.l2(got, other), label) for label, other in _others(trace, int(positions[step]), layer, n))
+            fits = (
+                (metrics.l2(got, other), label) for label, other in _others(trace, states, int(positions[step]), state)
+            )
             error, label = min(fits, default=(np.inf, ""))
             how = f"holds {label}" if error <= metrics.FIT_L2 else None
         if how:
-            places.append((int(layer), name, step, how))
+            places.append((state.layer, state.kind, step, how))
     if not places:
         return []
     layer, name, step, how = places[0]
@@ -107,11 +110,15 @@ def turned(
 
     Only layer 0's keys follow from the token and its position alone.
     """
-    if not kv.shape[1] or contract.layers[0].rotation is None or not (kv[:, 0, 1] <= off).all():
+    names = [x.name for x in contract.kept() if x.appended]
+    if "layers.0.key" not in names or contract.layers[0].rotation is None:
         return []
-    wrong = np.flatnonzero(kv[:, 0, 0] > off)
+    key, value = (kv[:, names.index(f"layers.0.{kind}")] for kind in ("key", "value"))
+    if not (value <= off).all():
+        return []
+    wrong = np.flatnonzero(key > off)
     positions = seen[f"{history}/positions"]
-    got, want = seen[f"{history}/key.0"][wrong], trace.keys[0][positions[wrong]]
+    got, want = seen[f"{history}/layers.0.key"][wrong], trace.states["layers.0.key"][positions[wrong]]
     if not len(wrong) or not _same_pairs(got, want):
         return []
     step, position = int(wrong[0]), int(positions[wrong[0]])
@@ -141,8 +148,9 @@ def _same_pairs(got: Array, want: Array) -> bool:
 def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw: Array, off: float) -> list[dict]:
     """A window that hides nothing: a finding where the first position that is off is the first from which a window of
     the contract hides a slot, and layer 0, which reads none for its own K and V, holds there. Needs every position."""
-    wrong = np.flatnonzero(~((kv.reshape(len(kv), -1) <= off).all(axis=1) & (raw <= off)))
-    if not len(wrong) or history != "forced" or not (kv[wrong[0], :1] <= off).all():
+    wrong = np.flatnonzero(~((kv <= off).all(axis=1) & (raw <= off)))
+    lowest = [n for n, x in enumerate(x for x in contract.kept() if x.appended) if x.layer == 0]
+    if not len(wrong) or history != "forced" or not (kv[wrong[0], lowest] <= off).all():
         return []
     step, position = int(wrong[0]), int(positions[wrong[0]])
     if position not in contract.windows:
@@ -151,14 +159,13 @@ def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw:
     return [record.finding("no_window", text, history=history, step=step, position=position)]
 
 
-def _others(trace: Trace, position: int, layer: int, n: int) -> Iterator[tuple[str, Array]]:
-    """Tensors of the same shape that could lie in the place of this layer's key (n = 0) or value (1)."""
-    both = (trace.keys, trace.values)
-    shape = both[n][layer].shape
-    for m in (0, 1):
-        for other, tensor in enumerate(both[m]):
-            if (other, m) != (layer, n) and tensor.shape == shape:
-                yield f"the {TENSORS[m]} of layer {other}", tensor[position]
-    for other in range(len(both[n][layer])):
-        if other != position:
-            yield f"position {other} instead of {position}", both[n][layer][other]
+def _others(trace: Trace, states: Sequence[State], position: int, mine: State) -> Iterator[tuple[str, Array]]:
+    """Tensors of the same shape that could lie in the place of a state's entry."""
+    for kind in dict.fromkeys(x.kind for x in states):
+        for other in states:
+            if other.kind == kind and other.name != mine.name and other.entry == mine.entry:
+                yield f"the {other.kind} of layer {other.layer}", trace.states[other.name][position]
+    entries = trace.states[mine.name]
+    for other_position in range(len(entries)):
+        if other_position != position:
+            yield f"position {other_position} instead of {position}", entries[other_position]

@@ -141,7 +141,7 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
         for m, name in enumerate(block["quants"]):
             _known(f"sweep.blocks[{n}].quants[{m}]", name, [*config["quants"], HOST_QUANT])
     for name, limits in config["thresholds"].items():
-        if name in ("kv_l2", "logits_l2", "disturbed") and limits["pass"] > limits["warn"]:
+        if name in ("kv_l2", "state_l2", "logits_l2", "disturbed") and limits["pass"] > limits["warn"]:
             raise ConfigError(
                 f"thresholds.{name}.pass: got {limits['pass']:g}, allowed: at most warn, {limits['warn']:g}"
             )

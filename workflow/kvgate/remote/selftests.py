@@ -146,4 +146,4 @@ _CONSTANTS: Mapping[str, Array] = {
 
 
 def _contract(inputs: list[Tensor], outputs: list[Tensor]) -> Contract:
-    return Contract("", "probe", "plain", "", 0, 0, Cache(0), (), (), tuple(inputs), tuple(outputs), "")
+    return Contract("", "probe", "plain", "", 0, 0, Cache(0), (), (), (), tuple(inputs), tuple(outputs), "")

@@ -155,7 +155,7 @@ def _finding(raw: Any) -> dict[str, Any]:
 
 def room(contract: Contract, programs: int) -> int:
     """Bytes that the result files of `programs` programs can have at most: every history over the whole cache."""
-    values = contract.vocabulary + sum(x.kv_heads * (x.key_size + x.value_size) for x in contract.layers) + 8
+    values = contract.vocabulary + sum(math.prod(x.entry) for x in contract.states) + 8
     return programs * (3 * contract.cache.capacity * values * 4 + _SLACK) + _MORE * _SLACK
 
 
@@ -217,8 +217,4 @@ def _expected(what: str, contract: Contract) -> tuple[tuple[int, ...], str] | No
         return (), "f"
     if what == "logits":
         return (contract.vocabulary,), "f"
-    match = re.fullmatch(r"(key|value)\.(\d{1,4})", what)
-    if match and int(match[2]) < len(contract.layers):
-        layer = contract.layers[int(match[2])]
-        return (layer.kv_heads, layer.key_size if match[1] == "key" else layer.value_size), "f"
-    return None
+    return next(((x.entry, "f") for x in contract.kept() if x.name == what), None)

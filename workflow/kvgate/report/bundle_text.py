@@ -6,7 +6,7 @@ from typing import Any
 
 from kvgate.jobs.rows import ONNXRUNTIME, SIMULATOR
 from kvgate.judging import behaviour
-from kvgate.judging.boards import TIMES
+from kvgate.judging.wording import TIMES
 from kvgate.report import columns
 
 _ENTRY = """\

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvgate.judging import behaviour
-from kvgate.judging.boards import TIMES
-from kvgate.judging.wording import percent
+from kvgate.judging.wording import TIMES, percent
 
 STEPS = ("0", "1", "2", "3", "16", "end")  # generated steps, as compare.TOKEN_STEPS has them
 

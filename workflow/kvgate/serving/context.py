@@ -56,7 +56,7 @@ class Context:
         self.kept = Kept(keep)
         self.stepping: float | None = None  # when the step began that is running now (time.monotonic)
         # A half that fills the cache its own way keeps slots its own way: that one starts over each time.
-        self.by_position = type(host).fill is Host.fill
+        self.by_position = type(host).fill is Host.fill and len(host.appended) == len(host.states)
 
     @property
     def capacity(self) -> int:
@@ -129,9 +129,8 @@ class Context:
         if length == 0:
             self.host.reset()
         else:  # as if these tokens alone had been fed: the slots after them are as `reset` leaves them
-            for key, value in self.host.views:
-                key[length:] = 0
-                value[length:] = 0
+            for slots in self.host.views.values():
+                slots[length:] = 0
             self.host.length = length
         del self.fed[length:]
         self.asked = len(ids)

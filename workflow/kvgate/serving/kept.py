@@ -1,17 +1,17 @@
-"""Conversations that a context was taken from: their tokens with the K and V of each, for when they go on.
+"""Conversations that a context was taken from: their tokens with the states of each, for when they go on.
 
 numpy only, Python 3.9.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 MOST = 16  # conversations: a prompt is compared with all of them, token by token (10 ms where each has 8,192)
-Slots = Sequence["tuple[np.ndarray, np.ndarray]"]  # per layer K and V as [S, Hk, D]; slot n is token n's
+Slots = Mapping[str, np.ndarray]  # by state [S, Hk, D]; slot n is token n's
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +42,13 @@ class Kept:
     def save(self, tokens: Sequence[int], views: Slots) -> None:
         """Keep a copy of the first slots of `views`, in place of those that it goes on from, and of the oldest ones."""
         count = len(tokens)
-        size = sum(x[:count].nbytes for pair in views for x in pair)
+        size = sum(x[:count].nbytes for x in views.values())
         if size > self.limit:
             return
         self.conversations = [x for x in self.conversations if common(x.tokens, tokens) < len(x.tokens)]
         while len(self.conversations) >= MOST or size + self.size > self.limit:
             del self.conversations[0]
-        slots = [(key[:count].copy(), value[:count].copy()) for key, value in views]
+        slots = {name: x[:count].copy() for name, x in views.items()}
         self.conversations.append(Conversation(list(tokens), slots, size))
 
     def load(self, conversation: Conversation, count: int, views: Slots) -> None:
@@ -56,9 +56,8 @@ class Kept:
         if conversation in self.conversations:
             self.conversations.remove(conversation)
             self.conversations.append(conversation)
-        for mine, theirs in zip(views, conversation.slots):
-            for to, kept in zip(mine, theirs):
-                to[:count] = kept[:count]
+        for name, kept in conversation.slots.items():
+            views[name][:count] = kept[:count]
 
 
 def common(one: Sequence[int], two: Sequence[int]) -> int:

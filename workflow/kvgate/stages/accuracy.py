@@ -4,7 +4,6 @@ Compiles the row's graph once more, as its build did (only the compiling process
 K/V were worst. Reads what the build reads, and the row's metrics. Writes accuracy.json, and beside it accuracy.log.
 """
 
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from kvgate.compiler.snapshot import Snapshot, finite, parsed
 from kvgate.contract import Contract
 from kvgate.jobs import record
 from kvgate.jobs.job import Job
-from kvgate.judging import metrics
+from kvgate.judging import compare, metrics
 from kvgate.observe import Trace
 from kvgate.stages import build
 
@@ -134,12 +133,12 @@ def _compared(
         outputs[t.name] = array.reshape(t.shape).astype(t.dtype)
     position = host.length
     step = host.take(outputs)
-    host.fill(trace.tokens.tolist(), trace.keys, trace.values, position)  # as it was
+    host.fill(trace.tokens.tolist(), trace.before(position), position)  # as it was
     logits = None
     if trace.logits is not None:
         logits = metrics.l2(metrics.centred(step.logits[None]), metrics.centred(trace.logits[position][None]))
-    pairs = [(k, trace.keys[i][position]) for i, k in enumerate(step.keys)]
-    pairs += [(v, trace.values[i][position]) for i, v in enumerate(step.values)]
+    at = np.array([position])
+    pairs = [(got[None], compare.wanted(trace, name, at)) for name, got in step.states.items()]
     worst = float(np.max([metrics.l2(got, want) for got, want in pairs])) if pairs else None  # NaN stays
     return {
         "logits_l2": logits if logits is None else finite(logits),
@@ -157,5 +156,6 @@ def _owners(source: build.Source) -> dict[str, str]:
 
 def _layers(contract: Contract) -> dict[str, int]:
     """The layer of every cache tensor that is one layer's."""
-    names = [t.name for t in (*contract.cache_inputs(), *contract.cache_outputs())]
-    return {name: int(match[1]) for name in names if (match := re.search(r"\.(\d+)(?:\.|$)", name))}
+    layer = {x.name: x.layer for x in contract.states}
+    tensors = ((t.name, {layer[x] for x in t.states}) for t in (*contract.cache_inputs(), *contract.cache_outputs()))
+    return {name: layers.pop() for name, layers in tensors if len(layers) == 1}

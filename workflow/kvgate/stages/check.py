@@ -81,7 +81,7 @@ def _moved(engine: Engine, host: Any, path: Path) -> list[dict[str, Any]]:
     """A graph whose weights were moved on purpose is held to what these weights give, not to the checkpoint's."""
     with np.load(path) as file:
         tokens, logits = file["tokens"], file["logits"]
-    seen = observe(engine, host, Trace(tokens, len(tokens), False, (), [], [], logits), ["forced"], 0, _say("moved"))
+    seen = observe(engine, host, Trace(tokens, len(tokens), False, (), {}, logits), ["forced"], 0, _say("moved"))
     wanted = logits[seen["forced/positions"]]  # as far as the cache reaches
     # NaN stays, and is no more than nothing.
     error = np.max([metrics.l2(got, want) for got, want in zip(seen["forced/logits"], wanted, strict=True)])

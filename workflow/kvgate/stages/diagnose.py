@@ -12,10 +12,10 @@ import numpy as np
 
 from kvgate import contract as c
 from kvgate.compiler import platforms
+from kvgate.contract import State
 from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
-from kvgate.judging import operator_errors
-from kvgate.judging.symptoms import TENSORS
+from kvgate.judging import operator_errors, wording
 from kvgate.judging.wording import percent
 from kvgate.observe import Trace
 from kvgate.report import columns
@@ -37,13 +37,13 @@ def run(job: Job) -> dict[str, Any]:
     }
     files: dict[str, str] = {}
     if verdict["verdict"] != "blocked":
-        arrays = _arrays(job)
+        errors = _errors(job)
         limit = job.config["thresholds"]["kv_l2"]["pass"]
-        body |= {"layers": _layers(arrays), "first_layer": _first_layer(arrays, limit), "tensors": _tensors(job)}
+        body |= {"layers": _layers(errors), "first_layer": _first_layer(errors, limit), "tensors": _tensors(job)}
         body |= {"cpu_operators": verdict["figures"]["cpu_operators"], "coverage": verdict.get("coverage", {})}
         body["permuted"] = next((x["text"] for x in verdict["findings"] if x["kind"] == "permuted"), None)
         body |= _operators(job)
-        picture = _picture(arrays)
+        picture = _picture(errors)
         if picture is not None:
             _write(job, files, "heatmap.png", picture)
     body["sentence"] = _sentence(body)
@@ -56,48 +56,52 @@ def _write(job: Job, files: dict[str, str], name: str, data: bytes) -> None:
     files[name] = record.write_bytes(job.folder / name, data)
 
 
-def _arrays(job: Job) -> dict[str, dict[str, Array]]:
-    found = {}
+def _errors(job: Job) -> dict[str, tuple[list[State], Array]]:
+    """By history the states that were compared, and their L2 [n, S] over all programs; appended ones first."""
+    states = graph_files.contract(job).kept()
+    fields = {"kv": [x for x in states if x.appended], "replaced": [x for x in states if not x.appended]}
+    found: dict[str, tuple[list[State], Array]] = {}
+    runs: dict[str, dict[str, list[Array]]] = {}
     for program in job.config["programs"]:
         with np.load(job.file("verify", f"{program}/metrics.npz")) as file:
-            found[program] = {name: array for name, array in file.items() if name.endswith(("/kv", "/positions"))}
+            for name in (x for x in file.files if x.endswith(("/kv", "/replaced"))):
+                history, _, field = name.partition("/")
+                if file[name].size:
+                    runs.setdefault(history, {}).setdefault(field, []).append(file[name])
+    for history, by_field in runs.items():
+        known = [x for field, of in fields.items() if field in by_field for x in of]
+        parts = [np.concatenate(by_field[field]) for field in fields if field in by_field]
+        rows = max(len(x) for x in parts)  # a replaced state is known after fewer steps
+        padded = [np.concatenate([x, np.full((rows - len(x), x.shape[1]), np.nan)]) for x in parts]
+        seen = [np.arange(rows)[:, None] < len(x) for x in parts]
+        held = [np.where(np.isfinite(x) | ~there, x, np.inf) for x, there in zip(padded, seen, strict=True)]
+        found[history] = known, np.concatenate(held, axis=1)
     return found
 
 
-def _joined(arrays: dict[str, dict[str, Array]], history: str) -> tuple[Array, Array]:
-    """All programs' positions [n] and K/V errors [n, L, 2] of a history; empty where it was not run."""
-    runs = [a for a in arrays.values() if f"{history}/kv" in a and a[f"{history}/kv"].size]
-    if not runs:
-        return np.zeros(0, int), np.zeros((0, 0, 2))
-    return np.concatenate([a[f"{history}/positions"] for a in runs]), np.concatenate([a[f"{history}/kv"] for a in runs])
+def _layers(errors: dict[str, tuple[list[State], Array]]) -> list[dict[str, Any]]:
+    """Median and worst L2 of every layer's states, by history."""
+    found: dict[int, dict[str, Any]] = {}
+    for history in (x for x in ("isolated", "forced") if x in errors):
+        states, values = errors[history]
+        for n, state in enumerate(states):
+            row = found.setdefault(state.layer, {"layer": state.layer})
+            for word, value in (("median", np.nanmedian(values[:, n])), ("worst", np.nanmax(values[:, n]))):
+                row[f"{history}_{state.kind}_{word}"] = float(f"{value:.4g}") if np.isfinite(value) else None
+    return [found[layer] for layer in sorted(found)]
 
 
-def _layers(arrays: dict[str, dict[str, Array]]) -> list[dict[str, Any]]:
-    """Median and worst L2 of every layer's K and V, by history."""
-    found: list[dict[str, Any]] = []
-    for history in ("isolated", "forced"):
-        _, kv = _joined(arrays, history)
-        kv = np.where(np.isfinite(kv), kv, np.inf)
-        for layer in range(kv.shape[1]):
-            if layer == len(found):
-                found.append({"layer": layer})
-            for n, name in enumerate(TENSORS):
-                for word, value in (("median", np.median(kv[:, layer, n])), ("worst", kv[:, layer, n].max())):
-                    found[layer][f"{history}_{name}_{word}"] = float(f"{value:.4g}") if np.isfinite(value) else None
-    return found
-
-
-def _first_layer(arrays: dict[str, dict[str, Array]], limit: float) -> dict[str, Any] | None:
-    """The first layer whose isolated error passes the limit in most steps: what comes after it follows from it."""
-    _, kv = _joined(arrays, "isolated")
-    if not kv.size:
+def _first_layer(errors: dict[str, tuple[list[State], Array]], limit: float) -> dict[str, Any] | None:
+    """The first state whose isolated error passes the limit in most steps: what comes after it follows from it."""
+    if "isolated" not in errors:
         return None
-    medians = np.median(np.where(np.isfinite(kv), kv, np.inf), axis=0)
-    over = np.argwhere(medians > limit)
-    if not len(over):
+    states, values = errors["isolated"]
+    medians = np.nanmedian(values, axis=0)
+    over = [(state.layer, n) for n, state in enumerate(states) if medians[n] > limit]
+    if not over:
         return None
-    layer, n = (int(x) for x in over[0])
-    return {"layer": layer, "tensor": TENSORS[n], "median": float(f"{medians[layer, n]:.4g}")}
+    n = min(over)[1]
+    return wording.place(states[n].name) | {"median": float(f"{medians[n]:.4g}")}
 
 
 def _tensors(job: Job) -> list[dict[str, Any]]:
@@ -110,7 +114,7 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
     high = dict.fromkeys(host.buffers, 0.0)
     for label in job.labels("trace"):
         trace = Trace.load(str(job.file(label, "trace.npz")))
-        host.fill(trace.tokens.tolist(), trace.keys, trace.values, min(len(trace.tokens), contract.cache.capacity))
+        host.fill(trace.tokens.tolist(), trace.states, min(len(trace.tokens), contract.cache.capacity))
         for name, buffer in host.buffers.items():
             low[name], high[name] = min(low[name], float(buffer.min())), max(high[name], float(buffer.max()))
     built = {t["name"]: t for t in job.read("build")["boundary"]["inputs"]}
@@ -182,16 +186,15 @@ def _unusable(found: dict[str, Any]) -> str:
     return f"the toolkit's own float32 run is not the reference: {text}" if text else ""
 
 
-def _picture(arrays: dict[str, dict[str, Array]]) -> bytes | None:
-    """A PNG: layers down (K above V), steps across, the isolated ones first; colour is the L2 on a log scale."""
+def _picture(errors: dict[str, tuple[list[State], Array]]) -> bytes | None:
+    """A PNG: states down, steps across, the isolated ones first; colour is the L2 on a log scale."""
     import cv2
 
-    rows = [kv for history in ("isolated", "forced") if (kv := _joined(arrays, history)[1]).size]
+    rows = [errors[history][1] for history in ("isolated", "forced") if history in errors]
     if not rows:
         return None
-    kv = np.concatenate(rows)  # [n, L, 2]
-    table = kv.transpose(1, 2, 0).reshape(-1, len(kv))  # key and value of a layer beside each other
-    table = np.where(np.isfinite(table), np.clip(table, _FLOOR, _TOP), _TOP)
+    table = np.concatenate(rows).T
+    table = np.where(np.isnan(table), _FLOOR, np.clip(table, _FLOOR, _TOP))
     scale = np.log(table / _FLOOR) / np.log(_TOP / _FLOOR)
     colours = cv2.applyColorMap((255 * scale).astype(np.uint8), cv2.COLORMAP_VIRIDIS)
     large = colours.repeat(_CELL, axis=0).repeat(_CELL, axis=1)

@@ -83,7 +83,7 @@ def _inspect(folder: Path) -> dict[str, Any]:
             path.replace(folder / path.name)  # not written over: a file here may be a link to the user's own
         saved.rmdir()
     try:
-        _, keys, values = reference.whole(model.float(), [0, 1])
+        _, states = reference.whole(model.float(), [0, 1])
     except Exception as error:
         raise blocked("architecture", f"architecture {config.model_type}: cannot work: {one_line(error)}") from error
     text = config.get_text_config()
@@ -93,10 +93,7 @@ def _inspect(folder: Path) -> dict[str, Any]:
         "vocabulary": int(text.vocab_size),
         "hidden": int(text.hidden_size),
         "positions": reference.context_limit(config),
-        "layers": [
-            {"kv_heads": k.shape[1], "key_size": k.shape[2], "value_size": v.shape[2]}
-            for k, v in zip(keys, values, strict=True)
-        ],
+        "states": {name: list(x.shape[1:]) for name, x in states.items()},
         "parameters": sum(x.numel() for x in model.parameters()),
         "tied": bool(text.tie_word_embeddings),
         "left_out": left_out,

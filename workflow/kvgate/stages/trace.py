@@ -60,7 +60,7 @@ def run(job: Job) -> dict[str, Any]:
         "drawn": _how(found.tokens[:given].tolist(), drawn) if drawn else None,
         "text": tokenizer.decode(found.tokens[found.prompt :].tolist()),
         "perplexity": reference.perplexity(found.tokens, found.logits) if scored else None,  # type: ignore[arg-type]
-        "layers": len(found.keys),
+        "states": len(found.states) + len(found.replaced),
         "tokenizer": _facts(tokenizer, chat),
         "findings": differences(model, tokenizer, ends) if chat else [],
         "files": {"trace.npz": record.sha256(path)},

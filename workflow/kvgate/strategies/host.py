@@ -5,7 +5,7 @@ numpy only, Python 3.9 syntax. Arrays are float32, shapes as in the contract.
 """
 
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -18,9 +18,8 @@ Array = np.ndarray
 class Step:
     """What one step returned, in the model's own terms."""
 
-    logits: Array  # [V]
-    keys: List[Array]  # per layer [Hk, D], this step's
-    values: List[Array]
+    logits: Array  # [V], of the last token
+    states: Dict[str, Array]  # by name, of an appended one this step's entry [Hk, D], else the whole
     disturbed: float  # ||slots that should be as fed - as fed|| / ||as fed||; 0 where only a delta comes back
 
 
@@ -36,27 +35,29 @@ def additive_mask(position: int, columns: Array, window: Optional[int], value: f
     return np.where(seen, np.float32(0), np.float32(value))
 
 
-def slots(array: Array, contract: c.Contract, tensor: c.Tensor, layer: int, role: str) -> Array:
-    """A view [S, Hk, D] of one layer's keys or values inside a boundary tensor; writing to it writes the tensor."""
-    cache, spec = contract.cache, contract.layers[layer]
+def view(array: Array, contract: c.Contract, tensor: c.Tensor, state: c.State) -> Array:
+    """A view of one state inside a boundary tensor, an appended one as [S, Hk, D]; writing to it writes the tensor."""
+    if not state.appended:
+        return array.reshape(state.shape)
+    cache = contract.cache
     if cache.rank == 4:
         array = array[:, :, 0, :] if cache.layout == "channels" else array[0]
     if cache.layout == "rows":
         array = array.transpose(0, 2, 1)
-    if tensor.layer is None:
-        array = array[layer * spec.kv_heads : (layer + 1) * spec.kv_heads]
-    if tensor.role == c.PAIR:
-        array = array[:, : spec.key_size] if role == c.KEY else array[:, spec.key_size :]
+    if len(tensor.states) > 1:
+        axis = 1 if cache.packing == "layer" else 0  # K and V of a layer side by side, or all layers' heads
+        sizes = {x.name: x.entry[axis] for x in contract.states}
+        first = sum(sizes[name] for name in tensor.states[: tensor.states.index(state.name)])
+        array = array[(slice(None),) * axis + (slice(first, first + sizes[state.name]),)]
     return array.transpose(2, 0, 1)
 
 
-def relative_change(returned: Sequence[Tuple[Array, Array]], fed: Sequence[Tuple[Array, Array]]) -> float:
-    """||returned - fed|| / ||fed|| over all layers' K and V; 0 where both are all zero."""
+def relative_change(returned: Mapping[str, Array], fed: Mapping[str, Array]) -> float:
+    """||returned - fed|| / ||fed|| over all states of `returned`; 0 where both are all zero."""
     change = norm = 0.0
-    for pair, kept in zip(returned, fed):
-        for a, b in zip(pair, kept):
-            change += float(np.square(a - b, dtype=np.float64).sum())
-            norm += float(np.square(b, dtype=np.float64).sum())
+    for name, a in returned.items():
+        change += float(np.square(a - fed[name], dtype=np.float64).sum())
+        norm += float(np.square(fed[name], dtype=np.float64).sum())
     return float(np.sqrt(change / norm)) if norm else float(np.sqrt(change))
 
 
@@ -75,6 +76,8 @@ class Host:
         self.tables = tables
         self.mask_value = mask_value
         self.buffers = {t.name: np.zeros(t.shape, np.float32) for t in contract.cache_inputs()}
+        self.states = {x.name: x for x in contract.states}
+        self.appended = [x.name for x in contract.states if x.appended]
         self.views = self._views(contract.cache_inputs(), self.buffers)
         self.length = 0  # tokens in the cache
 
@@ -88,28 +91,34 @@ class Host:
         """The value of an input that only this strategy knows."""
         raise ValueError("input {!r}: got role {!r}, unknown to {}".format(tensor.name, tensor.role, type(self)))
 
-    def take_cache(self, outputs: Mapping[str, Array], views: List[Tuple[Array, Array]]) -> Tuple[List, float]:
-        """Take the cache outputs over. views: per layer K and V of the outputs as [slots, Hk, D].
+    def take_cache(self, outputs: Mapping[str, Array], views: Dict[str, Array]) -> Tuple[Dict[str, Array], float]:
+        """Take the appended states' outputs over. views: by state the outputs as [slots, Hk, D].
 
-        Returns this step's ([Hk, D], [Hk, D]) of every layer, and `Step.disturbed`.
+        Returns this step's entry [Hk, D] of every appended state, and `Step.disturbed`.
         """
         raise NotImplementedError
 
     # What is the same for all
 
     def reset(self, garbage: float = 0.0) -> None:
-        """Start over. Unused slots hold `garbage` (finite; tests use 1e3)."""
-        for buffer in self.buffers.values():
-            buffer[...] = garbage
+        """Start over. Unused slots hold `garbage` (finite; tests use 1e3); a state without slots begins as zeros."""
+        for name, mine in self.views.items():
+            mine[...] = garbage if self.states[name].appended else 0
         self.length = 0
 
-    def fill(self, tokens: Sequence[int], keys: Sequence[Array], values: Sequence[Array], length: int) -> None:
-        """Set the cache to a trace's first `length` tokens: ids [T], per layer [T, Hk, D]. Other slots are zero."""
+    def fill(self, tokens: Sequence[int], states: Mapping[str, Array], length: int) -> None:
+        """Set the cache to a trace's first `length` tokens: ids [T], by state what it is then.
+
+        states: of an appended state every token's entry [T, Hk, D], of another one the whole (not read at length 0).
+        Other slots are zero.
+        """
         self.reset()
         self._check_room(length - 1)
-        for i, ((key, value), k, v) in enumerate(zip(self.views, keys, values)):
-            key[:length] = self._changed("basis.key", i, k[:length])
-            value[:length] = self._changed("basis.value", i, v[:length])
+        for name, mine in self.views.items():
+            if self.states[name].appended:
+                mine[:length] = self._changed("basis", name, states[name][:length])
+            elif length:
+                mine[...] = states[name]
         self.length = length
 
     def feeds(self, token: int) -> Dict[str, Array]:
@@ -129,16 +138,22 @@ class Host:
             if got != t.shape:
                 raise ValueError("output {!r}: got shape {}, allowed: {}".format(t.name, got, t.shape))
         views = self._views(self.contract.cache_outputs(), outputs)
-        taken, disturbed = self.take_cache(outputs, views)
+        taken, disturbed = self.take_cache(outputs, {n: x for n, x in views.items() if self.states[n].appended})
+        found = {}
+        for name, x in views.items():
+            if self.states[name].appended:
+                found[name] = self._changed("inverse", name, taken[name])
+            else:
+                self.views[name][...] = x
+                found[name] = np.array(x)
         self.length += 1
         logits = next(outputs[t.name] for t in self.contract.outputs if t.role == c.LOGITS)
-        keys = [self._changed("inverse.key", i, k) for i, (k, _) in enumerate(taken)]
-        values = [self._changed("inverse.value", i, v) for i, (_, v) in enumerate(taken)]
-        return Step(np.asarray(logits).reshape(-1) + np.float32(self.contract.shift), keys, values, disturbed)
+        return Step(np.asarray(logits).reshape(-1) + np.float32(self.contract.shift), found, disturbed)
 
-    def _changed(self, table: str, layer: int, rows: Array) -> Array:
+    def _changed(self, table: str, name: str, rows: Array) -> Array:
         """[.., Hk, D] rows in another basis, where the preparation of the weights changed it."""
-        matrix = self.tables.get("{}.{}".format(table, layer))
+        state = self.states[name]
+        matrix = self.tables.get("{}.{}.{}".format(table, state.kind, state.layer))
         return rows if matrix is None else np.einsum("...hd,hde->...he", rows, matrix.astype(np.float32))
 
     def snapshot(self) -> Tuple[int, Dict[str, Array]]:
@@ -155,19 +170,13 @@ class Host:
                 "cache full: got position {}, allowed: 0 to {}".format(position, self.contract.cache.capacity - 1)
             )
 
-    def _views(self, tensors: Sequence[c.Tensor], arrays: Mapping[str, Array]) -> List[Tuple[Array, Array]]:
-        found = {}  # type: Dict[Tuple[int, str], Array]
-        for t in tensors:
-            owners = range(len(self.contract.layers)) if t.layer is None else (t.layer,)
-            for layer in owners:
-                for role in (c.KEY, c.VALUE) if t.role == c.PAIR else (t.role,):
-                    found[layer, role] = slots(arrays[t.name], self.contract, t, layer, role)
-        if not found:
-            return []
-        return [(found[i, c.KEY], found[i, c.VALUE]) for i in range(len(self.contract.layers))]
+    def _views(self, tensors: Sequence[c.Tensor], arrays: Mapping[str, Array]) -> Dict[str, Array]:
+        """By state, in the contract's order."""
+        found = {name: view(arrays[t.name], self.contract, t, self.states[name]) for t in tensors for name in t.states}
+        return {name: found[name] for name in self.states if name in found}
 
     def _feed(self, t: c.Tensor, token: int) -> Array:
-        if t.role in c.CACHE_ROLES:
+        if t.role == c.STATE:
             return self.buffers[t.name]
         if t.role == c.EMBEDDING:
             row = self.tables["embedding"][token].astype(np.float32)

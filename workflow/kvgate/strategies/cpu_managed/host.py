@@ -1,6 +1,6 @@
 """Host half of cpu_managed: the graph returns this step's K and V (the delta), the host writes them at their slot."""
 
-from typing import List, Mapping, Tuple
+from typing import Dict, Mapping, Tuple
 
 import numpy as np
 
@@ -16,10 +16,9 @@ class Host(host.Host):
         return seen
 
     def take_cache(
-        self, outputs: Mapping[str, host.Array], views: List[Tuple[host.Array, host.Array]]
-    ) -> Tuple[List[Tuple[host.Array, host.Array]], float]:
-        taken = [(k[-1].copy(), v[-1].copy()) for k, v in views]
-        for (key, value), (k, v) in zip(self.views, taken):
-            key[self.length] = k
-            value[self.length] = v
+        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array]
+    ) -> Tuple[Dict[str, host.Array], float]:
+        taken = {name: x[-1].copy() for name, x in views.items()}
+        for name, entry in taken.items():
+            self.views[name][self.length] = entry
         return taken, 0.0

@@ -1,6 +1,6 @@
 """Host half of the fixed buffers: the graph writes this step's slot itself, the host feeds the buffer back."""
 
-from typing import List, Mapping, Tuple
+from typing import Dict, Mapping, Tuple
 
 import numpy as np
 
@@ -23,12 +23,12 @@ class Host(host.Host):
         return super().extra(tensor)
 
     def take_cache(
-        self, outputs: Mapping[str, host.Array], views: List[Tuple[host.Array, host.Array]]
-    ) -> Tuple[List[Tuple[host.Array, host.Array]], float]:
-        taken = [(k[self.length].copy(), v[self.length].copy()) for k, v in views]
-        for (key, value), (k, v) in zip(self.views, taken):  # what should come back: as fed, plus this step's slot
-            key[self.length], value[self.length] = k, v
+        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array]
+    ) -> Tuple[Dict[str, host.Array], float]:
+        taken = {name: x[self.length].copy() for name, x in views.items()}
+        for name, entry in taken.items():  # what should come back: as fed, plus this step's slot
+            self.views[name][self.length] = entry
         disturbed = host.relative_change(views, self.views)
-        for mine, theirs in zip(self.views, views):
-            mine[0][...], mine[1][...] = theirs
+        for name, x in views.items():
+            self.views[name][...] = x
         return taken, disturbed

@@ -4,7 +4,7 @@ Valid slots stand at the end of the history, because transformers counts a slidi
 padding between history and own token, sliding layers would see too little (mistral, phi3, gemma3: tried).
 """
 
-from typing import List, Mapping, Sequence, Tuple
+from typing import Dict, Mapping, Sequence, Tuple
 
 import numpy as np
 
@@ -23,22 +23,22 @@ class Host(host.Host):
             return (self.columns() >= 0).astype(tensor.dtype).reshape(tensor.shape)
         return super().extra(tensor)
 
-    def fill(
-        self, tokens: Sequence[int], keys: Sequence[host.Array], values: Sequence[host.Array], length: int
-    ) -> None:
-        super().fill(tokens, [], [], length)
-        first = self.contract.cache.capacity - length
-        for (key, value), k, v in zip(self.views, keys, values):
-            repeats = key.shape[1] // k.shape[1]  # falcon caches each KV head g times
-            key[first:] = k[:length].repeat(repeats, axis=1)
-            value[first:] = v[:length].repeat(repeats, axis=1)
+    def fill(self, tokens: Sequence[int], states: Mapping[str, host.Array], length: int) -> None:
+        self.reset()
+        self._check_room(length - 1)
+        self.length = length
+        for name, mine in self.views.items():
+            mine[self.contract.cache.capacity - length :] = states[name][:length].repeat(self._repeats(name), axis=1)
 
     def take_cache(
-        self, outputs: Mapping[str, host.Array], views: List[Tuple[host.Array, host.Array]]
-    ) -> Tuple[List[Tuple[host.Array, host.Array]], float]:
+        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array]
+    ) -> Tuple[Dict[str, host.Array], float]:
         """Every slot moves one to the left: the first, empty one goes, this step's comes at the end."""
-        disturbed = host.relative_change([(k[:-1], v[:-1]) for k, v in views], self.views)
-        for mine, theirs in zip(self.views, views):
-            mine[0][...], mine[1][...] = theirs[0][1:], theirs[1][1:]
-        groups = [k.shape[1] // spec.kv_heads for (k, _), spec in zip(views, self.contract.layers)]
-        return [(k[-1, ::g].copy(), v[-1, ::g].copy()) for (k, v), g in zip(views, groups)], disturbed
+        disturbed = host.relative_change({name: x[:-1] for name, x in views.items()}, self.views)
+        for name, x in views.items():
+            self.views[name][...] = x[1:]
+        return {name: x[-1, :: self._repeats(name)].copy() for name, x in views.items()}, disturbed
+
+    def _repeats(self, name: str) -> int:
+        """How often the graph's tensor has each KV head: falcon caches each g times."""
+        return int(self.views[name].shape[1] // self.states[name].entry[0])

@@ -17,10 +17,8 @@ class Host(host.Host):
         super().reset(garbage)
         self.tokens[:] = min(int(garbage), self.contract.vocabulary - 1)
 
-    def fill(
-        self, tokens: Sequence[int], keys: Sequence[host.Array], values: Sequence[host.Array], length: int
-    ) -> None:
-        super().fill(tokens, [], [], length)
+    def fill(self, tokens: Sequence[int], states: Mapping[str, host.Array], length: int) -> None:
+        super().fill(tokens, states, length)
         self.tokens[:length] = tokens[:length]
 
     def feeds(self, token: int) -> dict:
@@ -32,7 +30,7 @@ class Host(host.Host):
         """Logits [1, capacity, V]: the row of this step's position."""
         logits = outputs[self.contract.outputs[0].name][0, self.length]
         self.length += 1
-        return host.Step(np.array(logits), [], [], 0.0)
+        return host.Step(np.array(logits), {}, 0.0)
 
     def snapshot(self) -> tuple:
         return super().snapshot(), self.tokens.copy()
