@@ -28,6 +28,7 @@ SLOT = "slot"  # int64, the slot that this step writes
 WRITE = "write"  # one-hot over slots: true at the slot that this step writes
 STATE = "state"  # one or more states, as `states` of the tensor says
 LOGITS = "logits"  # [1, 1, V], of the last token
+HIDDEN = "hidden"  # [1, T, C], the residual stream from one piece of a decoder to the next
 
 # Kinds of states.
 KEY, VALUE = "key", "value"  # of attention, as it is cached (rotated)
@@ -99,7 +100,8 @@ class Contract:
     """A graph's boundary. `windows[i]` is the sliding window of mask i in tokens, None where it is full."""
 
     strategy: str  # module name under kvgate.strategies
-    part: str  # `decode`: one token a step; `prefill`: `tokens` a step, no logits
+    part: str  # `decode`: one token a step; `prefill`: `tokens` a step, no logits;
+    # `layers.4-7`, `head`: a piece of `decode`, with the residual stream between
     form: str  # `recipe`, `plain` or `exporter`
     reason: str  # why the form is not `recipe`; empty where it is
     vocabulary: int

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvgate.contract import LOGITS, Contract
 from kvgate.strategies.host import Host, Step
 
 Array = np.ndarray
@@ -86,6 +87,13 @@ class Trace:
 def spread(count: int, positions: int) -> list[int]:
     """Up to `count` positions of 0..positions-1, evenly spread, the first and the last among them."""
     return sorted({int(x) for x in np.linspace(0, positions - 1, min(count, positions)).round()})
+
+
+def histories(contract: Contract, asked: Sequence[str]) -> list[str]:
+    """Those of `asked` that a part has: without logits it has no tokens of its own, a free run is the forced one."""
+    if any(t.role == LOGITS for t in contract.outputs):
+        return list(asked)
+    return [x for x in ("isolated", "forced") if x in asked or (x == "forced" and "free" in asked)]
 
 
 def planned(trace: Trace, capacity: int, histories: Sequence[str], isolated: int) -> dict[str, list[int]]:

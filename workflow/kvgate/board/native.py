@@ -23,8 +23,6 @@ from kvgate.strategies import host
 ARTIFACT = "model.rknn"
 # Core masks of platforms that let a program choose: 0 leaves it to the runtime, 0xffff is all.
 MASKS = {"rk3588": (0, 1, 2, 4, 3, 7, 0xFFFF), "rk3576": (0, 1, 2, 3, 0xFFFF)}
-# What comes back is what is fed next, slot by slot; dynamic_concat has one slot more, this step's.
-SWAPPED = ("fixed_max_blend", "fixed_max_scatter", "dynamic_concat")
 TABLE = "layers.txt"  # the layer table as the runtime printed it, left in the job's folder
 _LAYER_RUNS = 3  # of which the last one's table is read
 
@@ -130,7 +128,7 @@ class Engine:
         and type that it reads, the two memories change places and no slot is copied (`swaps`). Where it gives it back
         otherwise, arrays of the host half's own are faster than strided float16 ones: it is `kind` itself.
         """
-        self.swaps = self._pairs()
+        self.swaps = self._pairs() if kind.gives_back else []
         if not self.swaps and self.contract.returned_bytes() >= self.contract.history_bytes():
             return kind(self.contract, tables, mask)
         resident = type("Resident" + kind.__name__, (Resident, kind), {"engine": self})
@@ -148,7 +146,7 @@ class Engine:
     def _pairs(self) -> list[tuple[str, str]]:
         """All cache inputs with the outputs that replace them, or none."""
         inputs, outputs = self.contract.cache_inputs(), self.contract.cache_outputs()
-        if self.contract.strategy not in SWAPPED or len(inputs) != len(outputs):
+        if len(inputs) != len(outputs):
             return []
         pairs = [(self.boundaries[i.name], self.boundaries[o.name]) for i, o in zip(inputs, outputs)]
         fits = all(i.plain and i.same_memory(o) for i, o in pairs)

@@ -140,9 +140,10 @@ def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
 
     import numpy as np
 
+    from kvgate.compiler.piece import Piece
     from kvgate.engines import contiguous
     from kvgate.engines.simulator import Engine
-    from kvgate.observe import Trace, observe
+    from kvgate.observe import Trace, histories, observe
 
     calm_malloc()
     contiguous.install(t.name for t in contract.inputs)
@@ -158,8 +159,10 @@ def _simulate(request: Request, run: Run, toolkit: Any, contract: Any) -> None:
             def step(text: str, name: str = name) -> None:
                 run.say(f"simulate {name} {text}")
 
-            work = partial(observe, engine, host, trace, program["histories"], request.isolated, step)
-            found = _try(f"simulate {name}", work)
+            piece = Piece(engine, contract, program.get("given"))
+            asked = histories(contract, program["histories"])
+            work = partial(observe, piece, host, trace, asked, request.isolated, step)
+            found = piece.observed(_try(f"simulate {name}", work))
             path = Path(request.observations) / f"{name}.npz"
             with path.with_suffix(".part").open("wb") as file:
                 np.savez(file, **found)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvgate.contract import LOGITS
-from kvgate.export import residual
+from kvgate.export import pieces, residual
 from kvgate.export.decoder import Decoder, example
+from kvgate.export.pieces import Piece
 from kvgate.prepare import widened
 
 OPSET = 17  # the compiler takes at most 19
@@ -27,6 +28,7 @@ class Graph:
     model: onnx.ModelProto
     sums: int  # of the residual stream that keep what they lose; 0: as the model has them
     shift: int  # Contract.shift
+    pieces: list[Piece]  # none where the graph is compiled as a whole
 
 
 def export(
@@ -37,14 +39,17 @@ def export(
     wide: Mapping[str, str] | None = None,
     signs: Mapping[str, np.ndarray] | None = None,
     compensated: bool = False,
+    every: int = 0,
 ) -> Graph:
     """index: blob.write's, of the tensors' names in `decoder.model`. location: the weights file's name.
 
     sums: matrices that are the first of so many terms, `{name}.1` and on in the index: their products are added up.
     wide: matrices whose input is widened (kvgate.prepare.widened), each with the name of its signs.
-    compensated: the residual stream keeps what its sums lose (residual.compensate).
+    compensated: the residual stream keeps what its sums lose (residual.compensate), in pieces in each by itself.
+    every: layers of a piece; 0: no pieces.
 
-    Raises ValueError on a parameter that is not in the index, or a name that the compiler would refuse.
+    Raises pieces.Uncut where the graph cannot be cut so, ValueError on a parameter that is not in the index, or a name
+    that the compiler would refuse.
     """
     declared = {t.name for t in decoder.contract.inputs}
     model = _trace(decoder, folding=True)
@@ -55,11 +60,25 @@ def export(
         _add_terms(model, f"model.{name}", [f"{name}.{n}" for n in range(1, terms)], index, location)
     widened.widen(model, {f"model.{name}": of for name, of in (wide or {}).items()}, signs or {})
     residual.reorder(model)
+    parts = []
+    if every:
+        plain = onnx.ModelProto()
+        plain.CopyFrom(model)
+        _shift_logits(plain, decoder.spec.top)
+        parts = pieces.cut(plain, decoder.contract, every)
     kept = residual.compensate(model) if compensated else 0
     shift = _shift_logits(model, decoder.spec.top)
-    _clean(model)
+    _finish(model, decoder.contract.part)
+    for piece in parts:
+        if compensated:
+            residual.compensate(piece.model)
+        _finish(piece.model, piece.contract.part)
+    return Graph(model, kept, shift, parts)
+
+
+def _finish(model: onnx.ModelProto, part: str) -> None:
+    _clean(model, part)
     _check_names(model)
-    return Graph(model, kept, shift)
 
 
 def _trace(decoder: Decoder, folding: bool) -> onnx.ModelProto:
@@ -151,10 +170,10 @@ def _shift_logits(model: onnx.ModelProto, by: int) -> int:
     return by
 
 
-def _clean(model: onnx.ModelProto) -> None:
+def _clean(model: onnx.ModelProto, part: str) -> None:
     """Take out what says who made the graph and where."""
     model.producer_name, model.producer_version, model.doc_string = "kvgate", "", ""
-    model.graph.name, model.graph.doc_string = "decode", ""
+    model.graph.name, model.graph.doc_string = part, ""
     for node in model.graph.node:
         node.doc_string = ""
         del node.metadata_props[:]

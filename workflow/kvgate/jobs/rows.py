@@ -1,12 +1,19 @@
 """A row: a tuple on a backend; and the names of what is no chip and no board. Standard library only."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
 HOST_MASK = -1e4  # the additive mask there; a quant has its own
 SIMULATOR, ONNXRUNTIME = "simulator", "onnxruntime"  # backends that are no boards
+DECODE, PREFILL = "decode", "prefill"  # parts of a row: one token a step; a prompt's tokens, many a step
 ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
+
+
+def parts(strategy: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parts of a row, each a graph and an artifact of its own. strategy: its entry of strategies.yaml."""
+    return (DECODE, PREFILL) if strategy["prefill"] else (DECODE,)
 
 
 @dataclass(frozen=True, order=True)

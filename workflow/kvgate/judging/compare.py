@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvgate import observe
-from kvgate.contract import KINDS, Contract
+from kvgate.contract import KINDS, LOGITS, Contract
 from kvgate.jobs import record
 from kvgate.judging import metrics, symptoms, wording
 from kvgate.observe import Trace
@@ -32,7 +32,7 @@ class Steps:
     kv: Array  # [n, S] normalized L2 of every appended state's entry; S = 0 where the strategy keeps no cache
     replaced: Array  # [m, R] of every other state, whole
     replaced_positions: Array  # [m] of `positions`, those after which the reference knows them
-    raw: Array  # [n] normalized L2 of the logits
+    raw: Array  # [n] normalized L2 of the logits; this and the next eight are [0] where a part returns none
     centred: Array  # [n] the same with their mean removed
     cosine: Array  # [n]
     kl: Array  # [n] nats
@@ -73,7 +73,7 @@ def compare(
     body |= {"histories": histories, "findings": findings, "free": None, "perplexity": None}
     if "free/tokens" in seen and trace.prompt < len(trace.tokens):  # a text generates nothing
         body["free"] = free(trace, seen, measured.get("forced"))
-    if trace.prompt == len(trace.tokens) and "forced" in measured:
+    if trace.prompt == len(trace.tokens) and "forced" in measured and measured["forced"].raw.size:
         body["perplexity"] = text(trace, seen) | {"kl": histories["forced"]["kl"]}
     return body, arrays
 
@@ -83,12 +83,13 @@ def measure(contract: Contract, trace: Trace, seen: Mapping[str, Array], history
     if trace.logits is None:
         raise ValueError("trace: got no logits, allowed: the trace of a chat or a text")
     positions = seen[f"{history}/positions"]
-    logits = seen[f"{history}/logits"]
-    if not len(positions) or len(logits) != len(positions):
+    speaks = any(t.role == LOGITS for t in contract.outputs)
+    logits = seen[f"{history}/logits"] if speaks else np.zeros((0, 0))
+    if not len(positions) or (speaks and len(logits) != len(positions)):
         raise ValueError(f"{history}: got {len(logits)} logits for {len(positions)} steps, allowed: equal, at least 1")
     fields: dict[str, list[float]] = {name: [] for name in ("raw", "centred", "cosine", "kl", "rms", "margin")}
     best = []
-    for row, position in zip(logits, positions, strict=True):
+    for row, position in zip(logits, positions if speaks else (), strict=True):
         got, want = np.asarray(row, np.float64), np.asarray(trace.logits[position], np.float64)
         fields["raw"].append(metrics.l2(got, want))
         fields["centred"].append(metrics.l2(metrics.centred(got), metrics.centred(want)))
@@ -110,7 +111,7 @@ def measure(contract: Contract, trace: Trace, seen: Mapping[str, Array], history
     kv, replaced = (
         np.stack(x, 1) if x else np.empty((n, 0)) for n, x in ((len(positions), errors[True]), (0, errors[False]))
     )
-    tokens = np.array(best)
+    tokens = np.array(best).reshape(-1, 2)
     return Steps(
         positions,
         kv,
@@ -143,19 +144,23 @@ def summary(steps: Steps, names: Sequence[str] = (), replaced: Sequence[str] = (
         }
         for n in np.flatnonzero(steps.got != steps.want)
     ]
-    noise = metrics.sqnr(steps.centred)
-    return {
+    found: dict[str, Any] = {
         "steps": len(steps.positions),
         "positions": [int(p) for p in steps.positions],
         "kv": _states(steps.kv, steps.positions, names) if steps.kv.size else None,
         "replaced": _states(steps.replaced, steps.replaced_positions, replaced) if steps.replaced.size else None,
+        "disturbed": _worst(steps, steps.disturbed),
+    }
+    if not steps.raw.size:
+        return found | {"logits": None, "kl": None, "top1": None}
+    noise = metrics.sqnr(steps.centred)
+    return found | {
         "logits": {"centred": _spread(steps, steps.centred), "raw": _spread(steps, steps.raw)},
         "sqnr_db": {"median": number(np.median(noise)), "worst": number(noise.min())},
         "cosine": {"worst": number(steps.cosine.min())},
         "kl": number(steps.kl.mean()),
         "top1": {"equal": len(steps.got) - len(changed), "of": len(steps.got), "changed": changed},
         "margin": {"median": number(np.median(steps.margin)), "least": number(steps.margin.min())},
-        "disturbed": _worst(steps, steps.disturbed),
     }
 
 
@@ -277,15 +282,17 @@ def differences(
     facts |= {"state_l2": 0.0} if body["replaced"] else {}
     found = list(body["findings"])
     for history, figures in body["histories"].items():
-        worst = {"logits_l2": figures["logits"]["raw"]["worst"], "disturbed": figures["disturbed"]}
+        worst = {"disturbed": figures["disturbed"]}
+        worst |= {"logits_l2": figures["logits"]["raw"]["worst"]} if figures["logits"] else {}
         worst |= {"kv_l2": figures["kv"]["worst"]} if figures["kv"] else {}
         worst |= {"state_l2": figures["replaced"]["worst"]} if figures["replaced"] else {}
         for name, at in worst.items():
             facts[name] = None if None in (at["value"], facts[name]) else max(at["value"], facts[name])
             found += _first(body, arrays, history, name, limit)
         facts["steps"] += figures["steps"]
-        facts["top1"] += figures["top1"]["equal"]
-        for at in figures["top1"]["changed"][:1]:
+        top1 = figures["top1"] or {"equal": 0, "changed": []}
+        facts["top1"] += top1["equal"]
+        for at in top1["changed"][:1]:
             text = f"{history}: token {at['token']} instead of {at['reference']} at position {at['position']}"
             found.append(record.finding("differs", text, gate="top1", history=history, **at))
     if body["free"] and body["free"]["equal"]["end"] is False:

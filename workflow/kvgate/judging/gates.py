@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvgate.jobs.rows import DECODE
 from kvgate.judging import wording
 from kvgate.judging.wording import percent
 
@@ -72,9 +73,10 @@ def judge(
             found.append(_figure("disturbed", "other slots", run, "disturbed", thresholds["disturbed"]))
         if figures.get("replaced") is not None:
             found.append(_figure("state_l2", "state", run, "replaced", thresholds["state_l2"], metrics["replaced"]))
-        measure = thresholds["logits_measure"]
-        found.append(_figure("logits_l2", f"logits ({measure})", run, measure, thresholds["logits_l2"]))
-        found.append(_top1(program, history, figures["top1"]))
+        if figures["logits"] is not None:
+            measure = thresholds["logits_measure"]
+            found.append(_figure("logits_l2", f"logits ({measure})", run, measure, thresholds["logits_l2"]))
+            found.append(_top1(program, history, figures["top1"]))
     if metrics["free"] is not None:
         found.append(_tokens(program, metrics["free"]))
     for history, steps in metrics["steps"].items():
@@ -91,15 +93,16 @@ def judge(
     return found
 
 
-def capacity(slots: int, arrays: Mapping[str, Mapping[str, Array]]) -> list[Gate]:
+def capacity(slots: int, arrays: Mapping[str, Mapping[str, Array]], part: str = DECODE) -> list[Gate]:
     """The gate of a row whose own cache no program took to its last slot: what is kept there nobody has seen.
 
-    arrays: metrics.npz of all programs.
+    arrays: metrics.npz of all programs of a part.
     """
     reached = max((int(a["forced/positions"].max()) + 1 for a in arrays.values() if "forced/positions" in a), default=0)
     if reached >= slots:
         return []
-    text = f"own cache reached slot {reached} of {slots}; a forced text of {slots} tokens reaches the last"
+    whose = "own cache" if part == DECODE else f"own cache of {part}"
+    text = f"{whose} reached slot {reached} of {slots}; a forced text of {slots} tokens reaches the last"
     return [Gate("capacity", "fail", text)]
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from kvgate.contract import Contract, Tensor
+from kvgate.jobs.rows import PREFILL
 from kvgate.judging.compare import HISTORIES, TOKEN_STEPS, number
 from kvgate.judging.wording import place
 
 Array = np.ndarray
+PROMPT = 64  # tokens of the prompt whose first token is predicted
 OVER = 0.01  # L2 of a K/V delta that counts as off in `kv_over`
 _ITEM = {"float32": 4, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}  # bytes
 
@@ -46,13 +48,37 @@ def figures(
     found["kv_over"] = _share_over(arrays, "kv", OVER)
     centred = found["logits_worst"]
     found["sqnr_db"] = None if not centred or not centred["value"] else number(-20 * np.log10(centred["value"]))
-    histories = [h for m in metrics.values() for h in m["histories"].values()]
+    histories = [h for m in metrics.values() for h in m["histories"].values() if h["top1"]]
     found["top1_equal"] = sum(h["top1"]["equal"] for h in histories)
     found["top1_of"] = sum(h["top1"]["of"] for h in histories)
     free = {name: m["free"] for name, m in metrics.items() if m["free"]}
     found["tokens"] = {str(n): _count([f["equal"][str(n)] for f in free.values()]) for n in (*TOKEN_STEPS, "end")}
     diverged = [{"program": name, **f["diverged"]} for name, f in free.items() if f["diverged"]]
     found["diverged"] = min(diverged, key=lambda d: d["step"]) if diverged else None
+    return found
+
+
+def parts(capacity: int, build: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What all artifacts of a row are together: their bytes, what they leave to the CPU, and the predicted cycles to
+    the first token of a prompt of PROMPT tokens (of the capacity, if that is less).
+
+    build: of `decode`; others: by part. Empty where there is no artifact.
+    """
+    if not build:
+        return {}
+    every = [build, *others.values()]
+    cpu: dict[str, int] = {}
+    for x in every:
+        for name, count in (x.get("cpu_operators") or {}).items():
+            cpu[name] = cpu.get(name, 0) + count
+    found: dict[str, Any] = {"artifact_bytes": sum(x.get("artifact_bytes") or 0 for x in every) or None}
+    found |= {"cpu_operators": cpu if build.get("cpu_operators") is not None else None}
+    prompt, cycles, chunk = min(PROMPT, capacity), build.get("cycles"), others.get(PREFILL)
+    if cycles and chunk and chunk.get("cycles"):
+        steps = math.ceil((prompt - 1) / chunk["tokens"])  # the last token of a prompt goes through `decode`
+        found |= {"first_token_cycles": steps * chunk["cycles"] + cycles, "prefill_tokens": chunk["tokens"]}
+    elif cycles:
+        found["first_token_cycles"] = prompt * cycles
     return found
 
 

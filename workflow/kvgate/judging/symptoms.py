@@ -23,7 +23,9 @@ def odd(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: st
     positions = seen[f"{history}/positions"]
     found: dict[tuple[str, str], list[tuple[int, int | None]]] = {}
     assert trace.logits is not None
-    outputs: list[tuple[str, int | None, str, Array]] = [("logits", None, "logits", trace.logits)]
+    outputs: list[tuple[str, int | None, str, Array]] = []
+    if f"{history}/logits" in seen:
+        outputs.append(("logits", None, "logits", trace.logits))
     outputs += [(x.kind, x.layer, x.name, trace.states[x.name]) for x in contract.kept() if x.appended]
     for tensor, layer, name, reference in outputs:
         for step, row in enumerate(seen[f"{history}/{name}"]):
@@ -148,7 +150,7 @@ def _same_pairs(got: Array, want: Array) -> bool:
 def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw: Array, off: float) -> list[dict]:
     """A window that hides nothing: a finding where the first position that is off is the first from which a window of
     the contract hides a slot, and layer 0, which reads none for its own K and V, holds there. Needs every position."""
-    wrong = np.flatnonzero(~((kv <= off).all(axis=1) & (raw <= off)))
+    wrong = np.flatnonzero(~((kv <= off).all(axis=1) & ((raw <= off) if raw.size else True)))
     lowest = [n for n, x in enumerate(x for x in contract.kept() if x.appended) if x.layer == 0]
     if not len(wrong) or history != "forced" or not (kv[wrong[0], lowest] <= off).all():
         return []

@@ -28,3 +28,8 @@ def constants(folder: str, name: str) -> dict[str, Any]:
 @cache
 def parsed(folder: str, name: str) -> ast.Module:
     return ast.parse((_PACKAGE / folder / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def cacheless(strategy: dict[str, Any]) -> bool:
+    """Whether a strategy's entry keeps nothing between steps."""
+    return bool(constants(f"strategies/{strategy['module']}", "host").get("CACHELESS"))

@@ -10,7 +10,7 @@ from typing import Any
 from kvgate.contract import canonical
 from kvgate.jobs import digest, keys
 from kvgate.jobs.job import record_path
-from kvgate.jobs.rows import HOST_MASK, HOST_PLATFORM, ONNXRUNTIME, SIMULATOR
+from kvgate.jobs.rows import DECODE, HOST_MASK, HOST_PLATFORM, ONNXRUNTIME, SIMULATOR, parts
 from kvgate.planning import sweep
 from kvgate.planning.config import load
 from kvgate.remote import agent_zip
@@ -147,6 +147,8 @@ class Plan:
 
     def _export(self, w: dict[str, str]) -> Node:
         entry = self.config["strategies"][w["strategy"]]
+        if w["part"] == DECODE:  # the same graph, whatever reads the prompt
+            entry = {k: v for k, v in entry.items() if k != "prefill"}
         inputs = {"fetch": self.node("fetch", w)}
         if entry["form"] == "exporter":
             roots = ("export.exporter",)
@@ -157,6 +159,8 @@ class Plan:
 
     def _check(self, w: dict[str, str]) -> Node:
         inputs = {"export": self.node("export", w)} | self._traces(w)
+        if w["part"] != DECODE:
+            inputs["decode"] = self.node("export", w | {"part": DECODE})
         config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"], "mask": HOST_MASK}
         return self._make("check", w, config, inputs, (self._host_half(w),))
 
@@ -189,7 +193,7 @@ class Plan:
         return self._make("selftest", w, config, inputs, _on_board(board, ""))
 
     def _run(self, w: dict[str, str]) -> Node:
-        decode = w | {"part": "decode"}
+        decode = w | {"part": DECODE}
         board, config = self._board(w)
         inputs = {stage: self.node(stage, decode) for stage in ("export", "check")}
         config |= {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
@@ -207,19 +211,25 @@ class Plan:
         return board, {"board": board, "limits": {k: limits[k] for k in ("run_seconds", "step_seconds")}}
 
     def _verify(self, w: dict[str, str]) -> Node:
-        decode = w | {"part": "decode"}
+        decode = w | {"part": DECODE}
         ran = {SIMULATOR: "build", ONNXRUNTIME: "check"}.get(w["backend"], "run")
         inputs = {"export": self.node("export", decode), "observed": self.node(ran, decode)}
         if w["platform"] != HOST_PLATFORM:
             inputs["build"] = self.node("build", decode)
+        for part in self._more_parts(w):
+            inputs |= {f"export.{part}": self.node("export", w | {"part": part})}
+            inputs |= {f"observed.{part}": self.node(ran, w | {"part": part})}
         config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
         return self._make("verify", w, config, inputs | self._traces(w), (self._host_half(w),))
 
     def _judge(self, w: dict[str, str]) -> Node:
-        decode = w | {"part": "decode"}
+        decode = w | {"part": DECODE}
         inputs = {stage: self.node(stage, decode) for stage in ("export", "check")}
         if w["platform"] != HOST_PLATFORM:
             inputs["build"] = self.node("build", decode)
+        for part in self._more_parts(w):
+            stages = ("check",) if w["platform"] == HOST_PLATFORM else ("check", "build")
+            inputs |= {f"{stage}.{part}": self.node(stage, w | {"part": part}) for stage in stages}
         inputs["verify"] = self.node("verify", w)
         if w["backend"] in self.config["boards"]:
             inputs |= {stage: self.node(stage, w) for stage in ("run", "selftest")}
@@ -228,16 +238,16 @@ class Plan:
         return self._make("judge", w, {"thresholds": self.config["thresholds"]}, inputs, ())
 
     def _accuracy(self, w: dict[str, str]) -> Node:
-        decode = w | {"part": "decode"}
+        decode = w | {"part": DECODE}
         inputs, config = self._compiled(decode)
         inputs |= {"build": self.node("build", decode), "verify": self.node("verify", w)}
         return self._make("accuracy", w, config, inputs, ("compiler.analysis", self._host_half(w)))
 
     def _diagnose(self, w: dict[str, str]) -> Node:
         inputs = {stage: self.node(stage, w) for stage in ("judge", "verify")}
-        inputs["export"] = self.node("export", w | {"part": "decode"})
+        inputs["export"] = self.node("export", w | {"part": DECODE})
         if w["platform"] != HOST_PLATFORM:
-            inputs["build"] = self.node("build", w | {"part": "decode"})
+            inputs["build"] = self.node("build", w | {"part": DECODE})
             inputs["accuracy"] = self.node("accuracy", w)
         config = {"programs": list(self._programs()), "thresholds": self.config["thresholds"]}
         return self._make("diagnose", w, config, inputs | self._traces(w), (self._host_half(w),))
@@ -252,6 +262,12 @@ class Plan:
         }
         halves = sorted({self.config["strategies"][row.strategy]["module"] for row in self.rows})
         return self._make("tabulate", w, config, inputs, bundle.modules(halves))
+
+    def _more_parts(self, w: dict[str, str]) -> list[str]:
+        """The row's parts beside `decode`; a board runs that one alone."""
+        if w["backend"] in self.config["boards"]:
+            return []
+        return [x for x in parts(self.config["strategies"][w["strategy"]]) if x != DECODE]
 
     def _programs(self) -> dict[str, dict[str, Any]]:
         return {name: self.config["programs"][name] for name in self.config["sweep"]["programs"]}

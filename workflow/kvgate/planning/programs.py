@@ -9,6 +9,7 @@ from typing import Any
 
 from kvgate.compiler import overlap
 from kvgate.planning.config import ConfigError
+from kvgate.planning.module_facts import cacheless
 
 _GIVEN = 4  # tokens at least that a drawn text is drawn after: fewer could begin any text
 
@@ -73,7 +74,7 @@ def unreached(config: dict[str, Any], strategies: Iterable[str]) -> list[str]:
     texts = [x["tokens"] for x in programs if x["kind"] == "text" and {"forced", "free"} & set(x["histories"])]
     longest = max(texts, default=0)
     entries = {name: config["strategies"][name] for name in dict.fromkeys(strategies)}
-    short = [name for name, x in entries.items() if x["capacity"] > longest and x["module"] != "recompute"]
+    short = [name for name, x in entries.items() if x["capacity"] > longest and not cacheless(x)]
     if not short:
         return []
     slots = max(entries[name]["capacity"] for name in short)

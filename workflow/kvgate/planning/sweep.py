@@ -12,10 +12,10 @@ from typing import Any
 
 from kvgate.checkpoint import refusals
 from kvgate.compiler import platforms
-from kvgate.jobs.rows import HOST_PLATFORM, HOST_QUANT, ONNXRUNTIME, SIMULATOR, Row
+from kvgate.jobs.rows import DECODE, HOST_PLATFORM, HOST_QUANT, ONNXRUNTIME, PREFILL, SIMULATOR, Row
 from kvgate.planning import preparations, programs, quants
 from kvgate.planning.config import ConfigError
-from kvgate.planning.module_facts import constants
+from kvgate.planning.module_facts import cacheless, constants
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -76,7 +76,7 @@ def check_target(config: dict[str, Any], wildcards: dict[str, str]) -> None:
         "weights": config["weights"],
         "form": ("recipe", "plain"),
         "strategy": config["strategies"],
-        "part": ("decode",),
+        "part": (DECODE, PREFILL),
         "platform": (*platforms.SUPPORTED, HOST_PLATFORM),
         "quant": (*config["quants"], HOST_QUANT),
         "backend": (SIMULATOR, ONNXRUNTIME, *config["boards"]),
@@ -130,6 +130,10 @@ def _check_references(config: dict[str, Any], base: Path) -> None:
         preparations.check(name, entry)
     for name, entry in config["strategies"].items():
         _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
+        _check_prefill(f"strategies.{name}.prefill", entry)
+        if entry["layers"] and (entry["form"] == "exporter" or entry["packing"] == "model"):
+            what = "form exporter" if entry["form"] == "exporter" else "packing model"
+            raise ConfigError(f"strategies.{name}.layers: got {entry['layers']} with {what}, allowed: 0: one piece")
     for name, entry in config["quants"].items():
         quants.check(name, entry)
     for n, block in enumerate(config["sweep"]["blocks"]):
@@ -195,6 +199,14 @@ def _check_boards(config: dict[str, Any]) -> None:
         _known(f"sweep.backends[{n}]", name, [SIMULATOR, *boards])
 
 
+def _check_prefill(where: str, entry: dict[str, Any]) -> None:
+    tokens = entry["prefill"]
+    if tokens == 1 or tokens > entry["capacity"]:
+        raise ConfigError(f"{where}: got {tokens}, allowed: 0, or 2 to the capacity, {entry['capacity']}")
+    if tokens and entry["form"] == "exporter":
+        raise ConfigError(f"{where}: got {tokens} with form exporter, allowed: 0: such a graph takes one token a step")
+
+
 def devices(config: dict[str, Any]) -> list[list[str]]:
     """The boards' names, those of one device together."""
     found: dict[tuple, list[str]] = {}
@@ -230,7 +242,7 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
                 f"{where}: quant {row.quant} is {dtype}, which {row.platform} has not; "
                 f"supported: {', '.join(supported)}"
             )
-        if strategy["module"] == "recompute":
+        if cacheless(strategy):
             raise ConfigError(f"{where}: strategy {row.strategy} recomputes, allowed: platform host only")
     _check_weights(where, config, row, base)
     hub = hub_config(config["models"][row.model], base)

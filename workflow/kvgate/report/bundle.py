@@ -159,6 +159,8 @@ def _fill(part: Path, row: Row, made: Made) -> None:
     facts, sources = row.facts(tokenizer["special"]), row.sources()
     if tokenizer[TOKENIZER] is None or not _same_json(sources.get(TOKENIZER), tokenizer[TOKENIZER]):
         sources.pop(TOKENIZER, None)  # what the reference made of it is another one
+    for name in sources:
+        (part / name).parent.mkdir(parents=True, exist_ok=True)
     known = {name: source.put(part / name) for name, source in sources.items()}
     texts = {name: tokenizer[name] for name in (TOKENIZER, _TEMPLATE) if name not in sources and tokenizer[name]}
     texts |= {f"{x}.py": bundle_text.entry(x) for x in _PROGRAMS}

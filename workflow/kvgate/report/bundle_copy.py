@@ -21,12 +21,9 @@ def main(folder: Path, into: Path, with_graph: bool) -> int:
     facts, known = record.read(folder / bundle.FACTS), bundle.sums(folder)
     files = {name: (folder / name, sha) for name, sha in known.items()}
     if with_graph and facts["graph"] != ".":  # a row of ONNX Runtime is its graph
-        graph = folder / facts["graph"]
-        if not (graph / "graph.json").is_file():
-            raise Refused(f"{graph}: got no graph, allowed: a bundle where it was made, in results/bundles")
-        listed = record.held(graph / "graph.json")["files"]
-        files |= {f"graph/{x}": (graph / x, listed[x]) for x in (*GRAPH, "contract.json") if x in listed}
-        facts["graph"] = "graph"
+        for name, of in (("graph", facts), *((f"graph/{part}", of) for part, of in facts["parts"].items())):
+            files |= {f"{name}/{x}": source for x, source in _graph(folder / of["graph"]).items()}
+            of["graph"] = name
     part = record.partial(into)
     try:
         for name, (source, sha) in files.items():
@@ -44,3 +41,11 @@ def main(folder: Path, into: Path, with_graph: bool) -> int:
         shutil.rmtree(part, ignore_errors=True)
     print(f"{into}: {sum(x.stat().st_size for x in into.rglob('*') if x.is_file()) / 2**20:.0f} MiB")
     return 0
+
+
+def _graph(folder: Path) -> dict[str, tuple[Path, str]]:
+    """The files of a part's graph, each with its sha256. Raises Refused."""
+    if not (folder / "graph.json").is_file():
+        raise Refused(f"{folder}: got no graph, allowed: a bundle where it was made, in results/bundles")
+    listed = record.held(folder / "graph.json")["files"]
+    return {x: (folder / x, listed[x]) for x in (*GRAPH, "contract.json") if x in listed}

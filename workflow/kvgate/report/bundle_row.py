@@ -11,7 +11,7 @@ from typing import Any
 from kvgate.contract import Contract, canonical, sha256_text
 from kvgate.jobs import digest, hashed, record
 from kvgate.jobs.job import Job, changed, record_path
-from kvgate.jobs.rows import HOST_MASK, HOST_PLATFORM, ONNXRUNTIME
+from kvgate.jobs.rows import DECODE, HOST_MASK, HOST_PLATFORM, ONNXRUNTIME
 from kvgate.judging import behaviour
 
 GRAPH = ("model.onnx", "weights.bin")  # the second one only where the graph has its weights outside
@@ -62,17 +62,25 @@ class Row:
         self.results, self.verdict, self.folder = results, verdict, folder
         self.row: dict[str, str] = verdict["row"]
         self.chip = self.row["platform"] != HOST_PLATFORM
-        self.graph, contract = self.path("export").parent, self.source("export", "contract.json")
-        contract.held()
-        self.contract = Contract.from_json(contract.path.read_text(encoding="utf-8"))
-        exported = self.read("export")
-        told = (exported.get("contract"), exported["files"].get(TABLES))
-        if told != (self.contract.digest, self.contract.host_sha256):
-            raise Refused(changed(results, contract.above, contract.name).reason)
-        self.artifact: dict[str, Any] = {}
-        if self.chip:
-            self.source("build", "contract.json").held()
-            self.artifact = record.read(self.path("build").with_name("contract.json"))
+        judged = self.read("verify")["programs"].values()
+        self.others = sorted({x.get("part", DECODE) for x in judged} - {DECODE})  # parts beside it
+        self.contracts = {part: self._contract(part) for part in (DECODE, *self.others)}
+        self.contract = self.contracts[DECODE]
+        self.pieces: list[str] = self.read("export").get("pieces", []) if self.chip else []
+        self.artifacts: dict[str, dict[str, Any]] = {part: {} for part in self.contracts}
+        for part in self.contracts if self.chip else ():
+            self.source("build", "contract.json", part=part).held()
+            self.artifacts[part] = record.read(self.path("build", part=part).with_name("contract.json"))
+
+    def _contract(self, part: str) -> Contract:
+        """The graph contract of a part. Raises Refused."""
+        source = self.source("export", "contract.json", part=part)
+        source.held()
+        made = Contract.from_json(source.path.read_text(encoding="utf-8"))
+        exported = self.read("export", part=part)
+        if (exported.get("contract"), exported["files"].get(TABLES)) != (made.digest, made.host_sha256):
+            raise Refused(changed(self.results, source.above, source.name).reason)
+        return made
 
     def read(self, stage: str, **names: str) -> dict[str, Any]:
         """A stage's record. Raises Refused where it was edited."""
@@ -83,7 +91,7 @@ class Row:
             raise Refused(changed(self.results, path, path.name).reason) from None
 
     def path(self, stage: str, **names: str) -> Path:
-        return self.results / record_path(stage, self.row | {"part": "decode"} | names)
+        return self.results / record_path(stage, self.row | {"part": DECODE} | names)
 
     @property
     def checkpoint(self) -> Path:
@@ -93,25 +101,34 @@ class Row:
         except record.Blocked as why:
             raise Refused(why.reason) from None
 
-    def source(self, stage: str, name: str, large: bool = False) -> Source:
+    def source(self, stage: str, name: str, large: bool = False, part: str = DECODE) -> Source:
         """A file that lies beside a stage's record, and is listed in it."""
-        return Source(self.results, self.path(stage), name, self.listed(stage).get(name), large)
+        return Source(self.results, self.path(stage, part=part), name, self.listed(stage, part).get(name), large)
 
-    def listed(self, stage: str) -> dict[str, str]:
+    def listed(self, stage: str, part: str = DECODE) -> dict[str, str]:
         """The files of a stage to their sha256, as it recorded them."""
-        return dict(self.read(stage)["files"])
+        return dict(self.read(stage, part=part)["files"])
 
     def sources(self) -> dict[str, Source]:
-        """Names in the bundle -> files that are in it as they are."""
+        """Names in the bundle -> files that are in it as they are; parts beside `decode` have a folder each."""
         at, bytes_ = self.path("judge"), record.encoded(self.verdict)  # a record itself: what the table shows
         verdict = Source(self.results, at, at.name, hashlib.sha256(bytes_).hexdigest())
-        found = {"graph_contract.json": self.source("export", "contract.json"), "verdict.json": verdict}
-        if self.chip:
-            found["model.rknn"] = self.source("build", "model.rknn", large=True)
-            found["contract.json"] = self.source("build", "contract.json")
-        else:
-            listed = self.listed("export")
-            found |= {name: self.source("export", name, large=True) for name in GRAPH if name in listed}
+        found = {"verdict.json": verdict}
+        for part in self.contracts:
+            at_ = "" if part == DECODE else f"{part}/"
+            found[f"{at_}graph_contract.json"] = self.source("export", "contract.json", part=part)
+            if self.chip and part == DECODE and self.pieces:
+                found["contract.json"] = self.source("build", "contract.json")
+            elif self.chip:
+                found[f"{at_}model.rknn"] = self.source("build", "model.rknn", True, part)
+                found[f"{at_}contract.json"] = self.source("build", "contract.json", part=part)
+            else:
+                listed = self.listed("export", part)
+                found |= {f"{at_}{x}": self.source("export", x, True, part) for x in GRAPH if x in listed}
+        for piece in self.pieces:
+            found[f"{piece}/graph_contract.json"] = self.source("export", f"{piece}.json")
+            found[f"{piece}/model.rknn"] = self.source("build", f"{piece}/model.rknn", True)
+            found[f"{piece}/contract.json"] = self.source("build", f"{piece}/contract.json")
         for name in self.listed("fetch"):
             known = name in ("vocab.json", "merges.txt", "generation_config.json")
             if known or any(x in name for x in ("token", "spiece")):
@@ -148,22 +165,40 @@ class Row:
 
     def facts(self, special: dict[str, Any]) -> dict[str, Any]:
         """bundle.json but for the sizes."""
-        identity = self.artifact.get("identity", {})
+        identity = self.artifacts[DECODE].get("identity", {})
         return {
-            "version": 1,
+            "version": 2,
             "row": self.row,
             "verdict": self.verdict["verdict"],
             "ships": behaviour.ships(self.verdict),
             "platform": self.row["platform"],
             "engine": self.engine(),
             "artifact": "model.rknn" if self.chip else "model.onnx",
-            # The folder with the graph, from the bundle's own: a PC runs that.
-            "graph": os.path.relpath(self.graph, self.folder) if self.chip else ".",
-            "contract_digest": self.contract.digest,
-            "custom_string": self.artifact.get("custom_string", ""),
+            **self._of(DECODE),
+            "parts": {part: self._of(part) for part in self.others},
+            "pieces": [self._piece(x) for x in self.pieces],
             "toolkit": identity.get("toolkit", ""),
             "mask": identity["mask_value"] if self.chip else HOST_MASK,
             "end_ids": self.end_ids(),
             "special": special,
             "made_from": {TABLES: self.tables, TOKENIZER: self.tokenizer},
         }
+
+    def _of(self, part: str) -> dict[str, str]:
+        """Which graph and artifact a part is; the graph's folder from the bundle's own: a PC runs that."""
+        graph = self.path("export", part=part).parent
+        here = "." if part == DECODE else part
+        return {
+            "graph": os.path.relpath(graph, self.folder) if self.chip else here,
+            "contract_digest": self.contracts[part].digest,
+            "custom_string": self.artifacts[part].get("custom_string", ""),
+        }
+
+    def _piece(self, name: str) -> dict[str, str]:
+        """A piece of `decode`, in the order in which they run. Raises Refused."""
+        told, built = self.source("export", f"{name}.json"), self.source("build", f"{name}/contract.json")
+        told.held()
+        built.held()
+        contract = Contract.from_json(told.path.read_text(encoding="utf-8"))
+        custom = str(record.read(built.path)["custom_string"])
+        return {"part": name, "contract_digest": contract.digest, "custom_string": custom}

@@ -91,6 +91,8 @@ COLUMNS: tuple[Column, ...] = (
     ("cpu_operators", _cpu, str),
     ("rows", _get("figures", "rows"), str),
     ("predicted_cycles", _get("figures", "cycles"), str),
+    ("first_token_cycles", _get("figures", "first_token_cycles"), str),
+    ("prefill_tokens", _get("figures", "prefill_tokens"), str),
     ("predicted_traffic_bytes", _get("figures", "traffic_bytes"), str),
     ("weight_bytes", _get("figures", "weight_bytes"), str),
     ("history_bytes", _get("figures", "history_bytes"), str),
@@ -106,6 +108,7 @@ COLUMNS: tuple[Column, ...] = (
 # The columns that differ in the .md: a title with the unit, and the value in it.
 UNITS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "predicted_cycles": ("predicted Mcycles a token", lambda v: f"{v / 1e6:.1f}"),
+    "first_token_cycles": ("predicted Mcycles to the first token of a prompt of 64", lambda v: f"{v / 1e6:.0f}"),
     "predicted_traffic_bytes": ("predicted traffic MiB a token", _mib),
     "weight_bytes": ("weights MiB", _mib),
     "history_bytes": ("history KiB a step", lambda v: f"{v / 1024:.0f}"),

@@ -29,6 +29,7 @@ _COMPACT = (
     ("behaves", "behaves"),
     ("cpu_operators", "CPU ops"),
     ("predicted_cycles", "Mcycles*"),
+    ("first_token_cycles", "prompt of 64*"),
     ("predicted_traffic_bytes", "traffic MiB*"),
     ("artifact_bytes", "file MiB"),
 )

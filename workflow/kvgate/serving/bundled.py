@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvgate.board import environment
+from kvgate.board.chain import Chain
 from kvgate.board.engine import EngineError
 from kvgate.contract import Contract
 from kvgate.serving import fields
@@ -29,7 +30,8 @@ from kvgate.serving.text import Text, Unavailable
 from kvgate.strategies.host import Host
 
 FACTS, CONTRACT, TABLES = "bundle.json", "graph_contract.json", "host.npz"
-VERSION = 1
+VERSION = 2
+PREFILL = "prefill"  # the part, and its folder, that takes many tokens of a prompt at once
 # What bundle.json must have beside its version and its digest: damaged, it would be another file's or no error at all.
 _KINDS = {
     "row": "an object", "special": "an object", "sizes": "an object", "end_ids": "a list", "mask": "a number",
@@ -50,6 +52,14 @@ class Bundle:
         try:
             self.facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
             self.contract = Contract.from_json((folder / CONTRACT).read_text(encoding="utf-8"))
+            self.parts = {
+                part: Contract.from_json((folder / part / CONTRACT).read_text(encoding="utf-8"))
+                for part in self.facts["parts"]
+            }
+            self.pieces = [
+                Contract.from_json((folder / x["part"] / CONTRACT).read_text(encoding="utf-8"))
+                for x in self.facts["pieces"]
+            ]
             self._check()
         except Refused:
             raise
@@ -63,6 +73,11 @@ class Bundle:
             raise ValueError("got version {!r}, known: {}".format(self.facts["version"], VERSION))
         if self.contract.digest != self.facts["contract_digest"]:
             raise Refused("{}: is not the contract that {} names".format(CONTRACT, FACTS))
+        named = [(part, contract, self.facts["parts"][part]) for part, contract in self.parts.items()]
+        named += [(x["part"], contract, x) for contract, x in zip(self.pieces, self.facts["pieces"])]
+        for part, contract, told in named:
+            if contract.digest != told["contract_digest"] or contract.part != part:
+                raise Refused("{}/{}: is not the contract that {} names".format(part, CONTRACT, FACTS))
         for name, allowed in _KINDS.items():
             found = fields.kind(self.facts[name])
             if found != allowed:
@@ -72,7 +87,8 @@ class Bundle:
         for name, size in self.facts["sizes"].items():
             path = self.folder / name
             got = path.stat().st_size if path.is_file() else None
-            if got != size and not (got is None and name == self.facts["artifact"]):  # a PC may do without it
+            artifact = name.rpartition("/")[2] == self.facts["artifact"]  # a PC may do without it
+            if got != size and not (got is None and artifact):
                 raise Refused(
                     "{}: got {}, allowed: {} bytes (sha256sum -c SHA256SUMS)".format(
                         path, "no file" if got is None else "{} bytes".format(got), size
@@ -83,10 +99,11 @@ class Bundle:
     def name(self) -> str:
         return str(self.facts["row"]["model"])
 
-    def graph(self) -> Path | None:
-        """The folder of this bundle's graph where it is to be found: in the bundle itself, or where that was made."""
-        place = self.folder / self.facts.get("graph", ".")
-        same = place == self.folder or _digest(place / "contract.json") == self.contract.digest
+    def graph(self, part: str = "") -> Path | None:
+        """The folder of a part's graph where it is to be found: in the bundle itself, or where that was made."""
+        facts, contract = (self.facts["parts"][part], self.parts[part]) if part else (self.facts, self.contract)
+        place, own = self.folder / facts.get("graph", "."), self.folder / part
+        same = place == own or _digest(place / "contract.json") == contract.digest
         return place if same and (place / "model.onnx").is_file() else None
 
     def text(self) -> Text:
@@ -107,25 +124,30 @@ class Bundle:
         threads: of ONNX Runtime (None: one a core); keep: bytes for earlier conversations. Raises Refused, EngineError.
         """
         place = self._place(engine, graph)
-        module = environment.ENGINES[engine]
-        if util.find_spec(module) is None:
+        if util.find_spec(environment.ENGINES[engine]) is None:
             raise Refused("backend: got {}, this bundle has: {}".format(engine, ", ".join(engines())))
         job = {
-            **{name: self.facts[name] for name in ("platform", "custom_string", "contract_digest", "mask")},
+            **{name: self.facts[name] for name in ("platform", "mask")},
             "engine": engine,
             "core_mask": CORE_MASKS[core_mask],
             "perf": False,
             "threads": threads or len(os.sched_getaffinity(0)),
         }
-        made = None
+        made = []  # type: list[Any]
         try:
-            made = importlib.import_module(module).Engine(job, place, self.contract)
-            opened = made.open(lambda phase: None)
-            host = self._host(made)
+            if self.pieces and engine != "onnxruntime":
+                for contract, told in zip(self.pieces, self.facts["pieces"]):
+                    opened = self._open(made, job, place / told["part"], contract, told)
+                whole = Chain(list(zip(made, self.pieces)))  # type: Any
+            else:
+                opened = self._open(made, job, place, self.contract, self.facts)
+                whole = made[0]
+            host = self._host(whole)
+            chunk = self._prefill(made, job, graph, host)
         except BaseException as error:
-            if made is not None:
+            for one in made:
                 with contextlib.suppress(Exception):
-                    made.close()
+                    one.close()
             if isinstance(error, (EngineError, Refused, KeyboardInterrupt)):
                 raise
             # A vendor's package raises what it likes when it is imported, SystemExit too.
@@ -137,7 +159,30 @@ class Bundle:
             )
         for line in filter(None, lines):
             terminal.say(line)
-        return Context(made, host, self.facts["end_ids"], terminal.heed, keep)
+        return Context(whole, host, self.facts["end_ids"], terminal.heed, keep, chunk)
+
+    def _open(
+        self, made: list[Any], job: dict[str, Any], place: Path, contract: Contract, of: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A part's engine, appended to `made` before it is opened; what it says of itself."""
+        known = {name: of[name] for name in ("custom_string", "contract_digest")}
+        module = importlib.import_module(environment.ENGINES[job["engine"]])
+        made.append(module.Engine({**job, **known}, place, contract))
+        opened: dict[str, Any] = made[-1].open(lambda phase: None)
+        return opened
+
+    def _prefill(self, made: list[Any], job: dict[str, Any], graph: Path | None, host: Host) -> Any:
+        """Engine and host half that take a prompt's tokens many at once; None where the bundle has none that can be
+        had here. `native` keeps the cache in the memory of one context: its prompts go token by token."""
+        contract = self.parts.get(PREFILL)
+        place = self.folder / PREFILL
+        if job["engine"] == "onnxruntime":
+            place = graph / PREFILL if graph else self.graph(PREFILL) or place
+        name = "model.onnx" if job["engine"] == "onnxruntime" else self.facts["artifact"]
+        if contract is None or job["engine"] == "native" or not (place / name).is_file():
+            return None
+        self._open(made, job, place, contract, self.facts["parts"][PREFILL])
+        return made[-1], host.chunked(contract)
 
     def _host(self, engine: Any) -> Host:
         """The strategy's host half, over the engine's own memory where the engine offers it."""
@@ -169,8 +214,12 @@ class Bundle:
             return place
         if graph:
             raise Refused("--graph: got {}, allowed: with --backend onnxruntime only".format(graph))
-        if self.facts["artifact"] != "model.rknn" or not (self.folder / "model.rknn").is_file():
-            raise Refused("backend {}: got no model.rknn in {}, allowed: onnxruntime".format(engine, self.folder))
+        folders = [self.folder / x["part"] for x in self.facts["pieces"]] or [self.folder]
+        lost = [x for x in folders if not (x / "model.rknn").is_file()]
+        if self.facts["artifact"] != "model.rknn" or lost:
+            raise Refused(
+                "backend {}: got no model.rknn in {}, allowed: onnxruntime".format(engine, (lost or folders)[0])
+            )
         compatible = environment.record()["compatible"]
         wanted = "rockchip,{}".format(self.facts["platform"])
         if compatible and wanted not in compatible:

@@ -15,7 +15,7 @@ import numpy as np
 from kvgate.board.engine import EngineError
 from kvgate.serving.kept import Kept, common
 from kvgate.serving.sampling import Logprob, Options, Sampler, logprob
-from kvgate.strategies.host import Host
+from kvgate.strategies.host import Host, Step
 
 STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
 KEEP = 64 << 20  # bytes of earlier conversations
@@ -45,11 +45,14 @@ class Context:
         end_ids: Sequence[int],
         heed: Callable[[], None] = lambda: None,
         keep: int = KEEP,
+        prefill: tuple[Any, Host] | None = None,
     ) -> None:
         """heed: called after each step of the engine; raises EngineError where the step failed nevertheless.
 
-        keep: bytes for earlier conversations.
+        keep: bytes for earlier conversations. prefill: engine and host half of the part that takes many tokens of a
+        prompt at once, over the same cache.
         """
+        self.prefill = prefill
         self.engine, self.host, self.end_ids, self.heed = engine, host, frozenset(end_ids), heed
         self.fed: list[int] = []  # the tokens in the cache
         self.asked = 0  # how many of them are the last prompt's
@@ -86,10 +89,16 @@ class Context:
         begin = time.monotonic()
         sampler = Sampler(options, ids)
         run.reused = self._rewind(ids)
-        for token in ids[run.reused :]:
-            if stopped():
-                return
-            logits = self._step(token)
+        at = run.reused
+        while at < len(ids) and not stopped():
+            size = self._chunk(len(ids) - at)
+            if size > 1:
+                self._feed(*self.prefill, list(ids[at : at + size]))
+            else:
+                logits = self._step(ids[at])
+            at += size
+        if at < len(ids):
+            return
         first = time.monotonic()
         run.first_seconds = first - begin
         while True:
@@ -109,6 +118,12 @@ class Context:
 
     def close(self) -> None:
         self.engine.close()
+        if self.prefill:
+            self.prefill[0].close()
+
+    def _chunk(self, left: int) -> int:
+        """How many of the prompt's last `left` tokens go in one step: the last one gives the logits, by itself."""
+        return min(left - 1, self.prefill[1].contract.tokens) if self.prefill and left > 2 else 1
 
     def _rewind(self, ids: Sequence[int]) -> int:
         """Make the cache hold what it, or a kept conversation, has in common with `ids`; their last token is always
@@ -138,16 +153,20 @@ class Context:
 
     def _step(self, token: int) -> np.ndarray:
         """Feed a token; the logits [V] that it gives."""
+        logits = self._feed(self.engine, self.host, [token]).logits
+        if not np.isfinite(logits).all():
+            raise EngineError("nan", "logits at position {}: got NaN or inf".format(self.host.length - 1))
+        return logits
+
+    def _feed(self, engine: Any, host: Host, tokens: list[int]) -> Step:
+        """Feed tokens to a part."""
         fed, self.fed = self.fed, []  # a step that fails leaves the cache in doubt
         self.stepping = time.monotonic()
         try:
-            outputs = self.engine.step(self.host.feeds(token))
+            outputs = engine.step(host.feeds(tokens))
             self.heed()
-            logits = self.host.take(outputs).logits
+            step = host.take(outputs, len(tokens))
         finally:
             self.stepping = None
-        if not np.isfinite(logits).all():
-            raise EngineError("nan", "logits at position {}: got NaN or inf".format(self.host.length - 1))
-        fed.append(token)
-        self.fed = fed
-        return logits
+        self.fed = fed + tokens
+        return step

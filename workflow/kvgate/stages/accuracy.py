@@ -40,6 +40,9 @@ class State:
 def run(job: Job) -> dict[str, Any]:
     """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or leaves what cannot be read."""
     source = build.opened(job)
+    if job.read("export").get("pieces"):
+        text = "accuracy analysis: got a row in pieces, allowed: in one piece"
+        raise record.Blocked(text, [record.finding("pieces", text)])
     state = _state(job)
     trace = Trace.load(str(job.file(f"trace.{state.program}", "trace.npz")))
     host = build.host_of(job, source)
@@ -49,9 +52,7 @@ def run(job: Job) -> dict[str, Any]:
     try:
         facts = _analyse(job, source, feeds, work)
         built = job.read("build")
-        snapshot = Snapshot(
-            work, str(source.folder / "model.onnx"), built.get("hybrid", {}), source.quant.get("headroom", 1.0)
-        )
+        snapshot = Snapshot(work, str(source.graph), built.get("hybrid", {}), source.quant.get("headroom", 1.0))
         operators = snapshot.operators(built.get("cpu_names", []), _owners(source), _layers(source.contract))
         scaled = any(row["scale"] for row in operators)
         return {
@@ -150,7 +151,7 @@ def _owners(source: build.Source) -> dict[str, str]:
     """The exported graph's tensors and the names of the operators that give them."""
     import onnx
 
-    model = onnx.load(str(source.folder / "model.onnx"), load_external_data=False)
+    model = onnx.load(str(source.graph), load_external_data=False)
     return {name: node.name for node in model.graph.node for name in node.output}
 
 

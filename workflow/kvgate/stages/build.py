@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvgate.compiler import artifact, calibration, log, platforms, requirements, risks, toolkit
+from kvgate.compiler import artifact, calibration, joined, log, platforms, requirements, risks, toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import Contract, canonical, sha256_text
 from kvgate.jobs import graph_files, record, store
@@ -28,23 +28,33 @@ _KEPT = "@kept"
 class Source:
     """What a build reads, opened."""
 
-    folder: Path  # of the graph
+    graph: Path
+    told: Path  # the contract's file
     contract: Contract
     quant: dict[str, Any]  # `@kept` replaced by the graph's own
     platform: str
     samples: list[calibration.Sample]
     calibration: str  # digest of the samples, empty where there are none
+    into: Path  # where its files go
+    below: Path | None = None  # of a piece: where the observations are of the one before it, the stream's among them
 
 
 def run(job: Job) -> dict[str, Any]:
     """Raises Blocked where the toolkit refuses, crashes, hangs or runs out of memory, or a gate does not hold."""
-    _clear(job)
     source = opened(job)
+    pieces = _pieces(job, source)
+    bodies = [_built(job, x) for x in pieces or [source]]
+    return joined.body(job, [(x.contract, x.into) for x in pieces], bodies) if pieces else bodies[0]
+
+
+def _built(job: Job, source: Source) -> dict[str, Any]:
+    """A graph's artifact and observations, made or brought back; its record."""
+    _clear(job, source)
     model = _graph(source)
     key = store.key(_identity(job, source))
     stored = _stored(job, source, key)
     if not stored:
-        work = toolkit.scratch(job.folder)
+        work = toolkit.scratch(source.into)
         try:
             _compile(job, source, model, work)
         finally:
@@ -52,36 +62,51 @@ def run(job: Job) -> dict[str, Any]:
     body = _body(job, source, model)
     job.unmoved()
     if not stored:
-        store.put(job.results, key, job.folder, body["files"] | {_LOG: record.sha256(job.folder / _LOG)})
+        store.put(job.results, key, source.into, body["files"] | {_LOG: record.sha256(source.into / _LOG)})
     return body
+
+
+def _pieces(job: Job, source: Source) -> list[Source]:
+    """The graph's pieces; each is fed the stream that the one before it has given."""
+    found: list[Source] = []
+    for graph, contract in graph_files.pieces(job):
+        below = found[-1].into if found else None
+        into = job.folder / contract.part
+        into.mkdir(parents=True, exist_ok=True)
+        told = graph.with_suffix(".json")
+        found.append(replace(source, graph=graph, told=told, contract=contract, into=into, below=below))
+    return found
 
 
 def _stored(job: Job, source: Source, key: str) -> bool:
     """Whether the store had it. An entry of another artifact than its key promises goes."""
-    if not store.get(job.results, key, job.folder):
+    if not store.get(job.results, key, source.into):
         return False
-    held = record.read(job.folder / "contract.json")["custom_string"]
-    if artifact.read(job.folder / _MODEL, digests=False).custom == held == _custom(source):
+    held = record.read(source.into / "contract.json")["custom_string"]
+    if artifact.read(source.into / _MODEL, digests=False).custom == held == _custom(source):
         return True
     store.drop(job.results, key)
-    _clear(job)
+    _clear(job, source)
     return False
 
 
-def _clear(job: Job) -> None:
+def _clear(job: Job, source: Source) -> None:
     for name in (*_files(job), _LOG, "phases.json"):
-        (job.folder / name).unlink(missing_ok=True)
+        (source.into / name).unlink(missing_ok=True)
 
 
 def opened(job: Job) -> Source:
     """Raises Blocked where the platform has no such dtype, or the calibration texts do not do."""
-    contract, folder = graph_files.contract(job), graph_files.graph(job).parent
+    contract, graph = graph_files.contract(job), graph_files.graph(job)
     quant, platform = _with_kept(job.config["quant"], job.read("export").get("kept", [])), job.wildcards["platform"]
     if platforms.dtype(quant) not in platforms.supported(platform):
         raise record.Blocked(
             f"{platform}: got {platforms.dtype(quant)}, supported: {', '.join(platforms.supported(platform))}"
         )
     samples, digest = [], ""
+    if quant["calibrate"] and job.read("export").get("pieces"):
+        text = "pieces: got a quant that calibrates, allowed: one without: a piece's input is no text's"
+        raise record.Blocked(text, [record.finding("pieces", text)])
     if quant["calibrate"]:
         capacity = contract.cache.capacity
         texts, drawn = calibration.tokens(_traces(job, "calibration"))
@@ -89,7 +114,8 @@ def opened(job: Job) -> Source:
         calibration.refuse_verified(texts, drawn, verified, capacity)
         samples = calibration.choose(texts, capacity, job.config["calibration"]["samples"], drawn)
         digest = calibration.digest(samples, _sha256(job, "calibration"))
-    return Source(folder, contract, quant, platform, samples, digest)
+    told = job.file("export", "contract.json")
+    return Source(graph, told, contract, quant, platform, samples, digest, job.folder)
 
 
 def _with_kept(quant: dict[str, Any], kept: list[str]) -> dict[str, Any]:
@@ -114,7 +140,7 @@ def _identity(job: Job, source: Source) -> dict[str, Any]:
     """All that can change what a build gives. Names and paths cannot."""
     half = f"kvgate.strategies.{source.contract.strategy}.host"
     return {
-        "graph": job.read("export")["files"],
+        "graph": _reads(job, source),
         "contract": source.contract.digest,
         "calibration": source.calibration,
         "quant": source.quant,
@@ -130,12 +156,22 @@ def _identity(job: Job, source: Source) -> dict[str, Any]:
     }
 
 
+def _reads(job: Job, source: Source) -> dict[str, str]:
+    """The files that are built from, each with its sha256."""
+    files: dict[str, str] = job.read("export")["files"]
+    if source.into == job.folder:
+        return files
+    mine = {x: files[x] for x in (source.graph.name, source.told.name, "weights.bin", "host.npz")}
+    below = sorted((source.below / "observations").glob("*.npz")) if source.below else []
+    return mine | {f"below/{x.name}": record.sha256(x) for x in below}
+
+
 def _graph(source: Source) -> Any:
     """The ONNX model without its weights, if it may be compiled."""
     import onnx
 
-    model = onnx.load(str(source.folder / "model.onnx"), load_external_data=False)
-    _hold(requirements.graph(model, source.folder, source.contract))
+    model = onnx.load(str(source.graph), load_external_data=False)
+    _hold(requirements.graph(model, source.graph.parent, source.contract))
     return model
 
 
@@ -163,8 +199,8 @@ def _custom(source: Source) -> str:
 def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
     """Leave all files of the job in its folder."""
     request = asked(job, source, work)
-    outcome = toolkit.compile(request, work, job.folder / _LOG, job.config["timeout"])
-    record.write(job.folder / "phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
+    outcome = toolkit.compile(request, work, source.into / _LOG, job.config["timeout"])
+    record.write(source.into / "phases.json", {"seconds": outcome.seconds, "peak_bytes": outcome.peak})
     if outcome.reason:
         names = requirements.long_names(model)
         long = (
@@ -175,20 +211,20 @@ def _compile(job: Job, source: Source, model: Any, work: Path) -> None:
     built = artifact.read(Path(request.artifact))
     if built.custom != request.custom:
         raise record.Blocked(f"artifact's custom string: got {built.custom!r}, allowed: {request.custom!r}")
-    table = log.table((job.folder / _LOG).read_text(errors="replace", encoding="utf-8"))
+    table = log.table((source.into / _LOG).read_text(errors="replace", encoding="utf-8"))
     contract = {"identity": _artifact(source), "custom_string": request.custom, "boundary": _boundary(built)}
-    observations = job.folder / "observations"
+    observations = source.into / "observations"
     shutil.rmtree(observations, ignore_errors=True)
     Path(request.observations).rename(observations)
-    Path(request.artifact).replace(job.folder / _MODEL)
-    record.write_bytes(job.folder / "table.txt", table.text.encode())
-    record.write(job.folder / "contract.json", contract)
+    Path(request.artifact).replace(source.into / _MODEL)
+    record.write_bytes(source.into / "table.txt", table.text.encode())
+    record.write(source.into / "contract.json", contract)
 
 
 def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
     """The record, from the job's files alone: the same whether they were made now or came from the store."""
-    built = artifact.read(job.folder / _MODEL)
-    text = (job.folder / _LOG).read_text(errors="replace", encoding="utf-8")
+    built = artifact.read(source.into / _MODEL)
+    text = (source.into / _LOG).read_text(errors="replace", encoding="utf-8")
     figures = log.table(text).summary()
     memory = sum(figures[name] or 0 for name in ("weight_bytes", "internal_bytes")) + source.contract.history_bytes()
     boundary = _boundary(built)
@@ -196,6 +232,7 @@ def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
     algorithm = source.quant["config"].get("quantized_algorithm", "normal")
     return {
         **figures,
+        "tokens": source.contract.tokens,
         "artifact_bytes": built.size,
         "sha256": built.sha256,
         "content_digest": built.content_digest,
@@ -210,7 +247,7 @@ def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
             "samples": [[s.text, s.position] for s in source.samples],
             "outside": outside,
         },
-        "files": {name: record.sha256(job.folder / name) for name in _files(job) if name != _MODEL}
+        "files": {name: record.sha256(source.into / name) for name in _files(job) if name != _MODEL}
         | {_MODEL: built.sha256},
     }
 
@@ -249,8 +286,8 @@ def asked(job: Job, source: Source, work: Path) -> Request:
         dataset = calibration.write(work, source.contract, host_of(job, source), traces, source.samples).name
     (work / "observations").mkdir()
     return Request(
-        graph=str((source.folder / "model.onnx").resolve()),
-        contract=str((source.folder / "contract.json").resolve()),
+        graph=str(source.graph.resolve()),
+        contract=str(source.told.resolve()),
         tables=str(job.file("export", "host.npz").resolve()),
         artifact=str((work / "model.rknn").resolve()),
         result=str((work / "result.json").resolve()),
@@ -264,9 +301,14 @@ def asked(job: Job, source: Source, work: Path) -> Request:
         dataset=dataset,
         custom=_custom(source),
         mask=source.quant["mask"],
-        programs={
-            name: {"trace": str(path.resolve()), "histories": job.config["programs"][name]["histories"]}
-            for name, path in _traces(job, "trace").items()
-        },
+        programs={name: _program(job, source, name, path.resolve()) for name, path in _traces(job, "trace").items()},
         isolated=job.config["isolated"],
     )
+
+
+def _program(job: Job, source: Source, name: str, trace: Path) -> dict[str, Any]:
+    """What the child is asked to run. given: the stream of every step, of a piece that has others before it."""
+    asked = {"trace": str(trace), "histories": job.config["programs"][name]["histories"]}
+    if source.below:
+        asked["given"] = str((source.below / "observations" / f"{name}.npz").resolve())
+    return asked

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from kvgate.board.chain import Chain
 from kvgate.contract import Contract
 from kvgate.engines import ideal
 from kvgate.engines.onnxruntime import Engine
 from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
+from kvgate.jobs.rows import DECODE, PREFILL
 from kvgate.judging import compare, metrics
-from kvgate.observe import Trace, observe
+from kvgate.observe import Trace, histories, observe
+from kvgate.strategies.host import Host
 
 LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
 
@@ -30,6 +33,7 @@ def run(job: Job) -> dict[str, Any]:
     contract = graph_files.contract(job)
     host = graph_files.opened(job, contract, job.config["mask"])
     engine = Engine(graph_files.graph(job), contract)
+    pieces = [(Engine(graph, of), of) for graph, of in graph_files.pieces(job)]
     files, programs, findings, isolated = {}, {}, [], False
     exported = job.read("export")
     moved = "moved.npz" in exported["files"]
@@ -41,8 +45,13 @@ def run(job: Job) -> dict[str, Any]:
             raise record.Blocked(
                 f"program {name}: got a prompt of {trace.prompt} tokens, the strategy holds {contract.cache.capacity}"
             )
-        seen = observe(engine, host, trace, program["histories"], job.config["isolated"], _say(name))
+        asked = histories(contract, program["histories"])
+        seen = observe(engine, host, trace, asked, job.config["isolated"], _say(name))
         programs[name], found = compare.differences(contract, trace, seen, LIMIT)
+        if pieces and not moved:
+            found += _in_pieces(contract, host, pieces, trace, job.config["isolated"])
+        if contract.part == PREFILL and program["kind"] == "chat" and not moved:
+            found += _spoken(job, engine, contract, trace)
         isolated |= "isolated/positions" in seen
         findings += [x | {"program": name} for x in found if not moved]
         buffer = io.BytesIO()
@@ -54,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
         why = compare.reason(findings, isolated)
         raise record.Blocked(f"the graph differs from the model: {why}", findings, programs=programs, files=files)
     # Matrices as sums of two are for int4, and an exporter's graph is not ours to run ideally.
-    of_float16 = not moved and contract.form != "exporter" and not exported["terms"]
+    of_float16 = not moved and contract.part == DECODE and contract.form != "exporter" and not exported["terms"]
     float16 = _float16(job, contract, host) if of_float16 else None
     return {"programs": programs, "limit": LIMIT, "float16": float16, "files": files}
 
@@ -75,6 +84,33 @@ def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]
         found["kv_l2"].append(figures["kv"]["worst"]["value"])
         found["logits_l2"].append(figures["logits"]["centred"]["worst"]["value"])
     return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
+
+
+def _in_pieces(
+    contract: Contract, host: Host, pieces: list[tuple[Engine, Contract]], trace: Trace, isolated: int
+) -> list[dict[str, Any]]:
+    """The pieces one after the other are the model too."""
+    seen = observe(Chain(pieces), host, trace, ["isolated"], isolated, _say("pieces"))
+    found = compare.differences(contract, trace, seen, LIMIT)[1]
+    return [x | {"text": f"in pieces: {x['text']}"} for x in found]
+
+
+def _spoken(job: Job, engine: Engine, contract: Contract, trace: Trace) -> list[dict[str, Any]]:
+    """The prompt in chunks, then token by token: the reference's answer."""
+    decode = graph_files.contract(job, "decode")
+    host, one = graph_files.opened(job, decode, job.config["mask"]), Engine(graph_files.graph(job, "decode"), decode)
+    chunked, prompt = host.chunked(contract), trace.tokens[: trace.prompt].tolist()
+    host.reset()
+    for begin in range(0, len(prompt) - 1, contract.tokens):
+        chunk = prompt[begin : min(begin + contract.tokens, len(prompt) - 1)]
+        chunked.take(engine.step(chunked.feeds(chunk)), len(chunk))
+    token = prompt[-1]
+    for position in range(len(prompt) - 1, min(len(trace.tokens) - 1, decode.cache.capacity)):
+        token = int(host.take(one.step(host.feeds([token]))).logits.argmax())
+        if token != trace.tokens[position + 1]:
+            text = f"prefill, then decode: token {token} instead of {trace.tokens[position + 1]} at position {position}"
+            return [record.finding("differs", text, gate="tokens", history="free")]
+    return []
 
 
 def _moved(engine: Engine, host: Any, path: Path) -> list[dict[str, Any]]:

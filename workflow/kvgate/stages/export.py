@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvgate.contract import Cache
-from kvgate.jobs import record
+from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
 from kvgate.jobs.record import Blocked, blocked, finding
+from kvgate.jobs.rows import DECODE, PREFILL
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -23,14 +24,17 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
 
     from kvgate.checkpoint import load
     from kvgate.export import blob, decoder, onnx_file
+    from kvgate.export.pieces import HEAD, Uncut
     from kvgate.prepare import surgery, widened
     from kvgate.prepare.spec import Spec
 
     prepared = job.read("prepare")
     spec = Spec.from_dict(prepared["spec"])
     cache = Cache(**{k: strategy[k] for k in ("capacity", "layout", "rank", "packing")})
+    part = job.wildcards["part"]
+    tokens = strategy["prefill"] if part == PREFILL else 1
     try:
-        contract = decoder.contract(spec, strategy["module"], cache)
+        contract = decoder.contract(spec, strategy["module"], cache, part, tokens)
     except ValueError as why:
         raise Blocked(str(why), [finding("packing", str(why))]) from why
     weights = blob.read(job.file("prepare", "weights.bin"), prepared["tensors"])
@@ -50,7 +54,10 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
             prepared["widened"],
             signs,
             prepared["compensated"],
+            strategy["layers"] if part == DECODE else 0,
         )
+    except Uncut as why:
+        raise Blocked(str(why), [finding("pieces", str(why))]) from why
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise blocked("exporter", text) from why
@@ -62,6 +69,10 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     record.write_bytes(job.folder / "model.onnx", graph.model.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
     names = ["model.onnx", "contract.json"]
+    for piece in graph.pieces:
+        own = replace(piece.contract, host_sha256=host_digest, shift=graph.shift if piece.contract.part == HEAD else 0)
+        graph_files.put_piece(job.folder, own, piece.model.SerializeToString(deterministic=True))
+        names += graph_files.piece_names(own.part)
     if "moved.npz" in prepared["files"]:
         record.link(job.file("prepare", "moved.npz"), job.folder / "moved.npz")
         names.append("moved.npz")
@@ -76,6 +87,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "hidden": spec.hidden,
         "layers": len(spec.layers),
         "sums": graph.sums,
+        "pieces": [x.contract.part for x in graph.pieces],
         "terms": len(prepared["sums"]),
         "parameter_bytes": prepared["parameter_bytes"],
         "kept": prepared["kept"],

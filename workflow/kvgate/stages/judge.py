@@ -61,6 +61,7 @@ def _unjudged(stage: str, above: Mapping[str, Any]) -> dict[str, Any]:
 def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     contract = graph_files.contract(job)
     build = inputs.get("build", {})
+    others = {k.partition(".")[2]: x for k, x in inputs.items() if k.startswith("build.")}
     metrics = inputs["verify"]["programs"]
     arrays: dict[str, dict[str, Array]] = {}
     for name in metrics:
@@ -71,11 +72,14 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if not found:
         found = [gates.Gate("compared", "fail", "no comparison was made")]
     elif contract.cache_outputs():
-        found += gates.capacity(contract.cache.capacity, arrays)
+        for part in sorted({m["part"] for m in metrics.values()}):
+            own = {name: a for name, a in arrays.items() if metrics[name]["part"] == part}
+            found += gates.capacity(contract.cache.capacity, own, part)
     ran = inputs.get("run", {})
     found += boards.gates(ran, inputs.get("selftest"))
     verdict = gates.worst([g.verdict for g in found])
-    findings = [*build.get("findings", ()), *ran.get("findings", ()), *_unseen(contract)]
+    findings = [x for b in (build, *others.values()) for x in b.get("findings", ())]
+    findings += [*ran.get("findings", ()), *_unseen(contract)]
     findings += [x | {"program": name} for name, m in metrics.items() for x in m["findings"]]
     broken = sorted((g for g in found if g.verdict == verdict), key=gates.Gate.place) if verdict != "pass" else []
     first = broken[0] if broken else None
@@ -87,7 +91,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     evidence = replace(evidence, check=_checked(inputs["check"]))
     cause = "" if known else explanations.explain(evidence)
     findings += [] if known else explanations.uncovered(evidence, outside)
-    risks = build.get("risks", [])
+    risks = list(dict.fromkeys(x for b in (build, *others.values()) for x in b.get("risks", [])))
     reason = _reason(verdict, first, cause, found) + _limit(verdict, evidence.dtype, inputs["check"].get("float16"))
     if "simulator" in inputs:
         reason = boards.beside(verdict, reason, inputs["simulator"]["verdict"], risks, first, findings)
@@ -102,6 +106,7 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "risks": [*risks, *(x["text"] for x in ran.get("findings", ()) if x["kind"] == "version_mismatch")],
         "findings": findings,
         "figures": summary.figures(contract, build, metrics, arrays)
+        | summary.parts(contract.cache.capacity, build, others)
         | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
         | {"dtype": evidence.dtype or "fp32"}
         | boards.figures(ran, inputs.get("simulator"), build),

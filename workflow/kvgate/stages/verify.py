@@ -11,32 +11,42 @@ from typing import Any
 
 import numpy as np
 
+from kvgate import observe
 from kvgate.contract import Contract
 from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
+from kvgate.jobs.rows import DECODE
 from kvgate.judging import compare, coverage
 from kvgate.observe import Trace
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row."""
-    contract = graph_files.contract(job)
-    found, files, traces = {}, {}, []
-    for name, program in job.config["programs"].items():
-        trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
-        traces.append(trace)
-        path = job.file("observed", f"observations/{name}.npz")
-        with np.load(path) as seen:
-            _all_ran(program["histories"], seen, path)
-            body, arrays = compare.compare(contract, trace, seen)
-            body["steps"] = compare.counted(contract, trace, seen, program["histories"], job.config["isolated"])
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        file = f"{name}/metrics.npz"
-        files[file] = record.write_bytes(job.folder / file, buffer.getvalue())
-        body["findings"] += job.read(f"trace.{name}").get("findings", [])  # what the reference says of itself
-        found[name] = {"kind": "text" if trace.prompt == len(trace.tokens) else "chat", **body}
-    return {"programs": found, "files": files, "coverage": _coverage(job, contract, traces)}
+    """Raises ValueError where nothing could be compared: that is a bug of ours, not a red row.
+
+    The programs of a part beside `decode` are named {part}/{program}.
+    """
+    found, files = {}, {}
+    traces = {name: Trace.load(str(job.file(f"trace.{name}", "trace.npz"))) for name in job.config["programs"]}
+    for label in job.labels("export"):
+        part = label.removeprefix("export").removeprefix(".")
+        contract = graph_files.contract(job, label)
+        for name, program in job.config["programs"].items():
+            path = job.file(f"observed.{part}" if part else "observed", f"observations/{name}.npz")
+            asked = observe.histories(contract, program["histories"])
+            with np.load(path) as seen:
+                _all_ran(asked, seen, path)
+                body, arrays = compare.compare(contract, traces[name], seen)
+                body["steps"] = compare.counted(contract, traces[name], seen, asked, job.config["isolated"])
+            buffer = io.BytesIO()
+            np.savez(buffer, **arrays)  # type: ignore[arg-type]
+            of = f"{part}/{name}" if part else name
+            files[f"{of}/metrics.npz"] = record.write_bytes(job.folder / of / "metrics.npz", buffer.getvalue())
+            said = [] if part else job.read(f"trace.{name}").get("findings", [])  # what the reference says of itself
+            body["findings"] += said
+            kind = "text" if traces[name].prompt == len(traces[name].tokens) else "chat"
+            found[of] = {"kind": kind, "part": part or DECODE, **body}
+    covered = _coverage(job, graph_files.contract(job), list(traces.values()))
+    return {"programs": found, "files": files, "coverage": covered}
 
 
 def _coverage(job: Job, contract: Contract, traces: list[Trace]) -> dict[str, float]:

@@ -68,6 +68,9 @@ class Host:
     cache outputs are taken over (`take_cache`).
     """
 
+    # Whether what a step returns is what the next one reads, slot by slot; more slots after these are this step's.
+    gives_back = False
+
     def __init__(self, contract: c.Contract, tables: Mapping[str, Array], mask_value: float) -> None:
         """tables: host.npz. mask_value: the additive mask of unseen columns, finite and negative."""
         if not np.isfinite(mask_value) or mask_value >= 0:

@@ -7,6 +7,8 @@ from kvgate.strategies.cpu_managed import host as cpu_managed
 
 
 class Host(cpu_managed.Host):
+    gives_back = True
+
     def take_cache(
         self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array]
     ) -> Tuple[Dict[str, host.Array], float]:

@@ -9,6 +9,8 @@ from kvgate.strategies import host
 
 
 class Host(host.Host):
+    gives_back = True
+
     def columns(self) -> host.Array:
         """The buffer's slots; this step's is among them."""
         seen = np.arange(self.contract.cache.capacity)

@@ -1,0 +1,34 @@
+"""The pieces of a decoder as one engine: each step goes through all of them, the residual stream from one to the next.
+
+numpy only, Python 3.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvgate.contract import HIDDEN, Contract
+
+
+class Chain:
+    def __init__(self, pieces: Sequence[tuple[Any, Contract]]) -> None:
+        """pieces: the engine and the contract of each, in the order in which they run."""
+        self.pieces = list(pieces)
+
+    def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """feeds and outputs: of the whole graph."""
+        found = {}  # type: dict[str, np.ndarray]
+        stream = None  # type: np.ndarray | None
+        for engine, contract in self.pieces:
+            own = {t.name: stream if t.role == HIDDEN else feeds[t.name] for t in contract.inputs}
+            outputs = engine.step(own)
+            stream = next((outputs[t.name] for t in contract.outputs if t.role == HIDDEN), None)
+            found.update({t.name: outputs[t.name] for t in contract.outputs if t.role != HIDDEN})
+        return found
+
+    def close(self) -> None:
+        for engine, _ in self.pieces:
+            engine.close()
