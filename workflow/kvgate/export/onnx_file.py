@@ -51,13 +51,17 @@ def export(
     if any(x.name.removeprefix("model.") not in index for x in model.graph.input if x.name not in declared):
         model = _trace(decoder, folding=False)  # a folded parameter has no values anywhere
     _attach(model, declared, index, location)
-    for name, terms in (sums or {}).items():
+    # What only the logits need is not in the graph of another part.
+    there = None if decoder.contract.part == "decode" else {x.name for x in model.graph.initializer}
+    sums = {name: n for name, n in (sums or {}).items() if there is None or f"model.{name}" in there}
+    wide = {f"model.{name}": of for name, of in (wide or {}).items() if there is None or f"model.{name}" in there}
+    for name, terms in sums.items():
         _add_terms(model, f"model.{name}", [f"{name}.{n}" for n in range(1, terms)], index, location)
-    widened.widen(model, {f"model.{name}": of for name, of in (wide or {}).items()}, signs or {})
+    widened.widen(model, wide, signs or {}, decoder.contract.tokens)
     residual.reorder(model)
     kept = residual.compensate(model) if compensated else 0
-    shift = _shift_logits(model, decoder.spec.top)
-    _clean(model)
+    shift = _shift_logits(model, decoder.spec.top) if decoder.contract.part == "decode" else 0
+    _clean(model, decoder.contract.part)
     _check_names(model)
     return Graph(model, kept, shift)
 
@@ -151,10 +155,10 @@ def _shift_logits(model: onnx.ModelProto, by: int) -> int:
     return by
 
 
-def _clean(model: onnx.ModelProto) -> None:
+def _clean(model: onnx.ModelProto, part: str) -> None:
     """Take out what says who made the graph and where."""
     model.producer_name, model.producer_version, model.doc_string = "kvgate", "", ""
-    model.graph.name, model.graph.doc_string = "decode", ""
+    model.graph.name, model.graph.doc_string = part, ""
     for node in model.graph.node:
         node.doc_string = ""
         del node.metadata_props[:]

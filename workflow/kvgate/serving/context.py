@@ -141,7 +141,7 @@ class Context:
         fed, self.fed = self.fed, []  # a step that fails leaves the cache in doubt
         self.stepping = time.monotonic()
         try:
-            outputs = self.engine.step(self.host.feeds(token))
+            outputs = self.engine.step(self.host.feeds([token]))
             self.heed()
             logits = self.host.take(outputs).logits
         finally:
