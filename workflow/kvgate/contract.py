@@ -168,6 +168,12 @@ class Contract:
     def cache_outputs(self) -> List[Tensor]:
         return [t for t in self.outputs if t.role == STATE]
 
+    def unread(self) -> List[Tensor]:
+        """The cache inputs that the graph does without: only a dropped attention would read them."""
+        held = {name for t in self.cache_inputs() for name in t.states}
+        lost = [x for x in self.states if x.name not in held]
+        return cache_tensors(self.cache, lost, self.cache.capacity)
+
     def kept(self) -> List[State]:
         """The states that the graph returns, in their order; none where a strategy keeps no cache."""
         returned = {name for t in self.cache_outputs() for name in t.states}

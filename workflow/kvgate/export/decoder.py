@@ -54,7 +54,8 @@ class Decoder(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
         cache, layers = self.contract.cache, self.contract.layers
-        history = cache_layout.unpack(self._unread() | given, self.contract)
+        unread = {t.name: torch.zeros(t.shape) for t in self.contract.unread()}
+        history = cache_layout.unpack(unread | given, self.contract)
         returned: dict[int, tuple[Tensor, ...]] = {}
         extra: dict[str, Any] = dict(given)
 
@@ -78,12 +79,6 @@ class Decoder(nn.Module):
             logits = survey.run(self.model, given["embedding"], len(layers), update).logits
         states = cache_layout.pack([returned[i] for i in range(len(layers))], cache)
         return tuple(states) if self.contract.part == "prefill" else (logits, *states)
-
-    def _unread(self) -> dict[str, Tensor]:
-        """In the place of the histories that the part has no input for: what reads them is dropped from the graph."""
-        known = c.cache_tensors(self.contract.cache, self.contract.states, self.contract.cache.capacity)
-        inputs = c.named(self.contract.inputs)
-        return {t.name: torch.zeros(t.shape) for t in known if t.name not in inputs}
 
     def _masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Per layer; one that several layers share is one value of the graph."""

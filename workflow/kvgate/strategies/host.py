@@ -94,8 +94,9 @@ class Host:
         self.mask_value = mask_value
         self.states = {x.name: x for x in contract.states}
         self.appended = [x.name for x in contract.states if x.appended]
-        buffers = {t.name: np.zeros(t.shape, np.float32) for t in contract.cache_inputs()}
-        self.kept = Kept(buffers, self._views(contract.cache_inputs(), buffers))
+        tensors = contract.cache_inputs() + contract.unread()
+        buffers = {t.name: np.zeros(t.shape, np.float32) for t in tensors}
+        self.kept = Kept(buffers, self._views(tensors, buffers))
         self.count = 1  # tokens of the step that was fed last, without padding
 
     def chunked(self, contract: c.Contract) -> "Host":
