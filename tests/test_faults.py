@@ -63,7 +63,7 @@ def test_f2_f5_feeds_go_by_name(llama, trace, rank):
     toolkit = habits.Toolkit(graph.engine.step, graph.contract)
     engine, host = Simulator(toolkit, graph.contract), graph.host()
     host.fill(trace.tokens.tolist(), trace.states, 4)
-    feeds = host.feeds(int(trace.tokens[4]))
+    feeds = host.feeds([int(trace.tokens[4])])
     backwards = dict(reversed(feeds.items()))
     wanted = trace.logits[4] - graph.contract.shift
     assert graphs.relative(engine.step(backwards)["logits"].reshape(-1), wanted) < 1e-4
@@ -110,7 +110,7 @@ def test_f11_no_mask_hides_every_column(module):
     host = importlib.import_module(f"kvgate.strategies.{module}.host").Host(contract, standin.tables(CAPACITY), -1e4)
     for host.length in range(CAPACITY):
         for i in range(2):
-            mask = host.feeds(1)[f"mask.{i}"]
+            mask = host.feeds([1])[f"mask.{i}"]
             assert np.isfinite(mask).all() and (mask == 0).any() and set(np.unique(mask)) <= {0, np.float32(-1e4)}
 
 
@@ -133,7 +133,7 @@ def misplaced(module, position, *mixin):
     right = importlib.import_module(f"kvgate.strategies.{module}.host").Host
     host = type("Host", (*mixin, right), {})(contract, standin.tables(capacity), -1e4)
     host.length = position
-    fed, own = host.feeds(1), module in ("dynamic_concat", "cpu_managed")
+    fed, own = host.feeds([1]), module in ("dynamic_concat", "cpu_managed")
     seen = np.flatnonzero(fed["mask.0"] == 0).tolist()
     found = set() if seen == [*range(position), capacity if own else position] else {"mask"}
     if module == "fixed_max_scatter" and (fed["slot"].dtype, fed["slot"].tolist()) != (np.int64, [position]):

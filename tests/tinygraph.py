@@ -112,7 +112,7 @@ def tables(seed: int = 0) -> dict[str, np.ndarray]:
 def trace(graph: Path, boundary: c.Contract, ids: np.ndarray, prompt: int) -> Trace:
     """A program's trace, by running the graph itself over its own cache in ONNX Runtime."""
     host, run = Host(boundary, tables(), -1e4), engine.Engine(graph, boundary)
-    steps = [host.take(run.step(host.feeds(int(t)))) for t in ids[:SLOTS]]
+    steps = [host.take(run.step(host.feeds([int(t)]))) for t in ids[:SLOTS]]
     states = {name: np.stack([s.states[name] for s in steps]) for name in steps[0].states}
     return Trace(ids, prompt, False, (), states, np.stack([s.logits for s in steps]))
 

@@ -39,7 +39,7 @@ class Machine:
         if own:
             self.last_us = lambda: {"run_us": 70.0 * self.steps}
 
-    def feeds(self, token):
+    def feeds(self, tokens):
         self.clock.pass_us(10)
         return {}
 
@@ -48,14 +48,14 @@ class Machine:
         self.clock.pass_us(100 * self.steps)
         return {}
 
-    def take(self, outputs):
+    def take(self, outputs, valid):
         self.clock.pass_us(20)
 
 
 def run(machine, steps, **hooks):
     timed = ledger.Timed(machine, machine, **hooks)
     for _ in range(steps):
-        timed.take(timed.step(timed.feeds(1)))
+        timed.take(timed.step(timed.feeds([1])))
         machine.clock.pass_us(1e6)  # between steps: nobody's time
     return timed
 
@@ -94,7 +94,7 @@ def test_nothing_measured_is_an_error(clock):
 def test_an_inference_that_failed_is_no_step(clock):
     machine = Machine(clock)
     timed = run(machine, 2)
-    timed.feeds(1)
+    timed.feeds([1])
     assert len(timed.totals()) == 2
 
 

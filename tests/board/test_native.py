@@ -135,14 +135,14 @@ def test_where_memories_change_places_no_slot_is_copied(library, strategy):
     caches = [t.name for t in contract.cache_inputs()]
     before = {name: engine.views[name].ctypes.data for name in engine.views}
     bound = library.calls("set_io_mem")
-    outputs = engine.step(host.feeds(3))
+    outputs = engine.step(host.feeds([3]))
     host.take(outputs)
     assert bool(engine.swaps) == SWAPS[strategy]
     for name in caches:
         moved = before[name + ".out"] if SWAPS[strategy] else before[name]
         assert engine.views[name].ctypes.data == host.buffers[name].ctypes.data == moved
     assert library.calls("set_io_mem") - bound == (2 * len(caches) if SWAPS[strategy] else 0)
-    host.take(engine.step(host.feeds(4)))
+    host.take(engine.step(host.feeds([4])))
     back = {name: engine.views[name].ctypes.data for name in caches}
     assert back == {name: host.buffers[name].ctypes.data for name in caches} == {name: before[name] for name in caches}
     other = [t.name for t in contract.inputs if t.name not in caches]
@@ -175,7 +175,7 @@ def test_a_disturbed_slot_is_seen_in_a_swapped_cache(library):
     assert seen(engine, host, contract)["isolated/disturbed"][1:].min() > 0.01
     host.observes = False  # type: ignore[attr-defined]
     host.reset()
-    assert host.take(engine.step(host.feeds(1))).disturbed == 0
+    assert host.take(engine.step(host.feeds([1]))).disturbed == 0
 
 
 # Layouts and types
@@ -246,14 +246,14 @@ def test_ids_masks_and_flags_keep_their_type(library):
     took = {}
     library.compute(contract, lambda x: took.update(x) or standin.Engine(contract).step(x))
     host = half("fixed_max_scatter")(contract, standin.tables(8), -1e4)
-    host.take(engine.step(host.feeds(1)))
-    engine.step(host.feeds(2))
+    host.take(engine.step(host.feeds([1])))
+    engine.step(host.feeds([2]))
     assert engine.views["slot"].dtype == np.int64 and took["slot"].tolist() == [1]
     assert took["mask.0"].tolist() == [[0, 0] + [-10000] * 6]  # float16 holds -1e4
     blend = standin.contract("fixed_max_blend", CACHE)
     engine = opened(library, blend)
     library.compute(blend, lambda x: took.update(x) or standin.Engine(blend).step(x))
-    engine.step(half("fixed_max_blend")(blend, standin.tables(8), -1e4).feeds(1))
+    engine.step(half("fixed_max_blend")(blend, standin.tables(8), -1e4).feeds([1]))
     assert engine.views["write"].dtype == bool and took["write"].tolist() == [[True] + [False] * 7]
 
 
@@ -477,7 +477,7 @@ def test_a_step_asks_nothing_but_its_time(library):
     host = engine.host(half("cpu_managed"), standin.tables(8), -1e4)
     library.forget()
     for _ in range(5):
-        host.take(engine.step(host.feeds(1)))
+        host.take(engine.step(host.feeds([1])))
     assert library.calls("run") == library.calls("query") == 5
     assert library.calls("set_io_mem") == library.calls("create_mem") == 0
 
@@ -490,7 +490,7 @@ def test_memory_stays_flat(library):
         host = engine.host(half("fixed_max_blend"), standin.tables(8), -1e4)
         alive = library.live
         for _ in range(8):
-            host.take(engine.step(host.feeds(1)))
+            host.take(engine.step(host.feeds([1])))
         assert library.live == alive
         engine.close()
         engine.close()

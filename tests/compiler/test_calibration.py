@@ -185,7 +185,7 @@ def test_files_are_the_isolated_feeds(tmp_path: Path) -> None:
     for arrays, sample in zip(lines, samples, strict=True):
         trace = Trace.load(str(world.traces[sample.text]))
         world.host.fill(trace.tokens.tolist(), trace.states, sample.position)
-        feeds = world.host.feeds(int(trace.tokens[sample.position]))
+        feeds = world.host.feeds([int(trace.tokens[sample.position])])
         assert [a.dtype for a in arrays] == [t.dtype for t in world.contract.inputs]
         for array, (name, fed) in zip(arrays, feeds.items(), strict=True):
             assert array.shape == fed.shape and np.array_equal(array, fed), name

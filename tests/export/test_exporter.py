@@ -59,7 +59,7 @@ def test_right_in_every_history(mistral, module):
             np.testing.assert_allclose(found[f"{history}/{name}"], rows[:CAPACITY], rtol=1e-3, atol=1e-4)
     assert found["free/diverged"] == -1 and not found["forced/disturbed"].any()
     with pytest.raises(ValueError, match="cache full"):
-        host.feeds(1)
+        host.feeds([1])
 
 
 @pytest.mark.parametrize("module", HOSTS)
@@ -69,14 +69,14 @@ def test_garbage_and_earlier_prompts_do_not_matter(mistral, module):
 
     def run(garbage: float) -> list[np.ndarray]:
         host.reset(garbage)
-        return [host.take(engine.step(host.feeds(int(t)))).logits for t in trace.tokens[:6]]
+        return [host.take(engine.step(host.feeds([int(t)]))).logits for t in trace.tokens[:6]]
 
     clean = run(0.0)
     np.testing.assert_allclose(run(1e3), clean, rtol=1e-5, atol=1e-5)
     state = host.snapshot()
-    again = host.take(engine.step(host.feeds(9))).logits
+    again = host.take(engine.step(host.feeds([9]))).logits
     host.restore(state)
-    assert np.array_equal(host.take(engine.step(host.feeds(9))).logits, again)
+    assert np.array_equal(host.take(engine.step(host.feeds([9]))).logits, again)
 
 
 def test_a_shifted_mask_is_wrong(mistral):

@@ -21,10 +21,10 @@ fault = Faults("check")
 def keeps(patch: Patch, write: Any) -> None:
     """What cpu_managed writes of a step: write(host, layer, key [Hk, D], value [Hk, D])."""
 
-    def take_cache(self: Managed, outputs: Any, views: Any) -> Any:
-        taken = {name: x[-1].copy() for name, x in views.items()}
+    def take_cache(self: Managed, outputs: Any, views: Any, valid: int) -> Any:
+        taken = {name: x[-1:].copy() for name, x in views.items()}
         for layer, (k, v) in enumerate(pairs(taken)):
-            write(self, layer, k, v)
+            write(self, layer, k[0], v[0])
         return taken, 0.0
 
     patch.setattr(Managed, "take_cache", take_cache)
@@ -103,7 +103,9 @@ def the_last_slot_that_is_read_is_not_written(patch: Patch) -> None:
 @fault(1, "key", 1, history="forced", strategy="blend")
 def the_returned_buffer_is_not_taken_over(patch: Patch) -> None:
     patch.setattr(
-        Blend, "take_cache", lambda self, outputs, views: ({name: x[self.length] for name, x in views.items()}, 0.0)
+        Blend,
+        "take_cache",
+        lambda self, outputs, views, valid: ({name: x[self.length][None] for name, x in views.items()}, 0.0),
     )
 
 
@@ -111,9 +113,9 @@ def the_returned_buffer_is_not_taken_over(patch: Patch) -> None:
 def the_step_is_taken_from_the_slot_before(patch: Patch) -> None:
     right = Blend.take_cache
 
-    def take_cache(self: Blend, outputs: Any, views: Any) -> Any:
-        _, disturbed = right(self, outputs, views)
-        return {name: x[self.length - 1].copy() for name, x in views.items()}, disturbed
+    def take_cache(self: Blend, outputs: Any, views: Any, valid: int) -> Any:
+        _, disturbed = right(self, outputs, views, valid)
+        return {name: x[self.length - 1][None].copy() for name, x in views.items()}, disturbed
 
     patch.setattr(Blend, "take_cache", take_cache)
 

@@ -103,7 +103,7 @@ def test_a_window_that_is_ignored_is_seen(tmp_path, family):
         def _full(self, t):
             from kvgate.strategies.host import additive_mask
 
-            return additive_mask(self.length, self.columns(), None, self.mask_value).reshape(t.shape)
+            return additive_mask(self.positions(), self.columns(), None, self.mask_value).reshape(t.shape)
 
     model = Model.of(tmp_path, family)
     trace = model.text(CAPACITY + 1)

@@ -147,7 +147,7 @@ def rotated(graph: Graph, offset: int) -> np.ndarray:
                 self.length -= offset
 
     host = graph.host(Shifted)
-    return np.stack([host.take(graph.engine.step(host.feeds(int(t)))).logits for t in trace_tokens])
+    return np.stack([host.take(graph.engine.step(host.feeds([int(t)]))).logits for t in trace_tokens])
 
 
 def test_positions_come_from_the_host_and_are_not_baked_in(graph):
@@ -159,7 +159,7 @@ def test_positions_come_from_the_host_and_are_not_baked_in(graph):
     fixed = {}
     logits = []
     for token in tokens:
-        feeds = dict(host.feeds(int(token)))
+        feeds = dict(host.feeds([int(token)]))
         feeds["rotation.0"] = fixed.setdefault("rotation", feeds["rotation.0"].copy())
         logits.append(host.take(graph.engine.step(feeds)).logits)
     assert graphs.relative(np.stack(logits), first) > 1e-3
@@ -228,7 +228,7 @@ def test_logits_stand_around_zero_in_the_graph_and_the_host_adds_what_was_taken(
     host = graph.host()
     seen = []
     for position, token in enumerate(trace.tokens):
-        outputs = graph.engine.step(host.feeds(int(token)))
+        outputs = graph.engine.step(host.feeds([int(token)]))
         seen.append(outputs["logits"].max())
         np.testing.assert_allclose(host.take(outputs).logits, trace.logits[position], rtol=1e-4, atol=1e-3)
     assert abs(np.mean(seen)) < np.mean(np.max(trace.logits, axis=1)) / 2

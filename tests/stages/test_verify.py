@@ -256,11 +256,11 @@ def test_a_right_graph_does_not_differ(strategy, half):
 def shuffled(host):
     original = host.feeds
 
-    def feeds(token):
+    def feeds(tokens):
         if host.length > 1:
             for k, _ in standin.pairs(host.views):
                 k[[0, 1]] = k[[1, 0]]
-        return original(token)
+        return original(tokens)
 
     host.feeds = feeds
 
@@ -302,8 +302,8 @@ def one_slot_off(host):
     """Each step's K and V go into the slot after their own."""
     original = host.take_cache
 
-    def take_cache(outputs, views):
-        taken = original(outputs, views)
+    def take_cache(outputs, views, valid):
+        taken = original(outputs, views, valid)
         for rows in host.views.values():
             rows[min(host.length + 1, len(rows) - 1)] = rows[host.length]
             rows[host.length] = 0

@@ -82,7 +82,7 @@ def test_a_packing_for_all_layers_needs_equal_layers():
     window=st.one_of(st.none(), st.integers(1, 6)),
 )
 def test_mask_is_the_rule_spelled_out(position, columns, window):
-    found = shared.additive_mask(position, np.array(columns), window, -1e4)
+    found = shared.additive_mask(np.array([position]), np.array(columns), window, -1e4)[0]
     for at, value in zip(columns, found, strict=True):
         seen = 0 <= at <= position and (window is None or position - at < window)
         assert value == (0 if seen else -1e4)
@@ -99,7 +99,7 @@ def test_a_mask_value_must_be_finite_and_negative(value):
 def test_rotation_matrix_turns_as_cosine_and_sine_do(position):
     host = make("cpu_managed", FORMS[0])
     host.length = position
-    matrix = host.feeds(3)["rotation.0"].reshape(4, 4)  # [in, out]
+    matrix = host.feeds([3])["rotation.0"].reshape(4, 4)  # [in, out]
     tables, x = host.tables, np.arange(1, 5, dtype=np.float32)
     wanted = tables["cosine.0"][position] * x + tables["sine.0"][position] * (tables["turn.0"] @ x)
     np.testing.assert_allclose(x @ matrix, wanted, rtol=1e-6, atol=1e-6)
@@ -125,10 +125,10 @@ def test_every_form_decodes_as_the_reference(strategy, cache):
 
     host.reset(garbage=1e3)
     for position in range(8):
-        step = host.take(engine.step(host.feeds(int(trace.tokens[position]))))
+        step = host.take(engine.step(host.feeds([int(trace.tokens[position])])))
         np.testing.assert_allclose(step.logits, trace.logits[position], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="cache full: got position 8, allowed: 0 to 7"):
-        host.feeds(1)
+        host.feeds([1])
 
 
 @pytest.mark.parametrize("strategy", OURS)
@@ -142,7 +142,7 @@ def test_integers_through_the_cache(strategy):
         engine.model.weights = [[w * 0 for w in x] for x in engine.model.weights]
         host.reset(garbage=-5.0)
         for _ in range(6):
-            host.take(engine.step(host.feeds(1)))
+            host.take(engine.step(host.feeds([1])))
         for i, (key, value) in enumerate(standin.pairs(host.views)):
             for s, h, d in np.ndindex(key.shape):
                 wanted = s + 1000 * i + 100 * h + 10 * d if s < 6 else -5.0
@@ -211,7 +211,7 @@ def test_fill_gives_the_trace_and_zeros(strategy, form, length, token):
     )
     host.reset(garbage=1e3)
     host.fill(trace.tokens.tolist(), trace.states, length)
-    fed = host.feeds(token)
+    fed = host.feeds([token])
     assert list(fed) == [t.name for t in host.contract.inputs]
     for t in host.contract.inputs:
         assert fed[t.name].shape == t.shape and str(fed[t.name].dtype) == t.dtype
@@ -241,7 +241,7 @@ def test_restore_gives_the_same_steps_again(strategy, form, before, between, aft
     host, engine = make(strategy, form), standin.Engine(standin.contract(strategy, form))
 
     def run(tokens):
-        return [host.take(engine.step(host.feeds(t))).logits for t in tokens]
+        return [host.take(engine.step(host.feeds([t]))).logits for t in tokens]
 
     run(before)
     state = host.snapshot()
@@ -261,7 +261,7 @@ def test_prompts_do_not_leak_into_each_other(strategy):
 
     def run(tokens):
         host.reset()
-        return [host.take(engine.step(host.feeds(t))).logits for t in tokens]
+        return [host.take(engine.step(host.feeds([t]))).logits for t in tokens]
 
     alone = run(second)
     run(first)
@@ -273,8 +273,8 @@ def test_refusals_are_one_line():
     host = make("cpu_managed", FORMS[0])
     for token in (-1, 11):
         with pytest.raises(ValueError, match=f"token id: got {token}, allowed: 0 to 10"):
-            host.feeds(token)
-    outputs = standin.Engine(host.contract).step(host.feeds(1))
+            host.feeds([token])
+    outputs = standin.Engine(host.contract).step(host.feeds([1]))
     outputs["key.1.out"] = outputs["key.1.out"].swapaxes(0, 1)
     with pytest.raises(ValueError, match=r"output 'key.1.out': got shape"):
         host.take(outputs)
@@ -296,7 +296,7 @@ def test_the_free_run_goes_on_after_a_divergence():
     host.reset()  # by hand: its own tokens, from the start
     fed = trace.tokens[:3].tolist()
     for token in [*fed, *generated[:-1]]:
-        last = host.take(engine.step(host.feeds(int(token)))).logits
+        last = host.take(engine.step(host.feeds([int(token)]))).logits
     assert int(last.argmax()) == generated[-1]
 
 

@@ -53,7 +53,7 @@ def test_every_boundary_generates_as_the_reference(llama, trace, module, boundar
         assert not found[f"{history}/disturbed"].any()
     assert found["free/diverged"] == -1 and found["free/tokens"].tolist() == trace.tokens[len(PROMPT) :].tolist()
     with pytest.raises(ValueError, match="cache full: got position 8, allowed: 0 to 7"):
-        host.feeds(1)
+        host.feeds([1])
 
 
 def test_garbage_in_unused_slots_changes_nothing(graph, trace):
@@ -61,7 +61,7 @@ def test_garbage_in_unused_slots_changes_nothing(graph, trace):
 
     def run(garbage: float) -> list[np.ndarray]:
         host.reset(garbage)
-        return [host.take(graph.engine.step(host.feeds(int(t)))).logits for t in trace.tokens[:CAPACITY]]
+        return [host.take(graph.engine.step(host.feeds([int(t)]))).logits for t in trace.tokens[:CAPACITY]]
 
     for got, clean in zip(run(1e3), run(0.0), strict=True):
         np.testing.assert_array_equal(got, clean)
@@ -71,7 +71,7 @@ def test_garbage_would_be_seen(graph, trace):
     """The same with a mask that is too small to hide it."""
     host = graph.host(mask_value=-1.0)
     host.reset(1e3)
-    step = host.take(graph.engine.step(host.feeds(int(trace.tokens[0]))))
+    step = host.take(graph.engine.step(host.feeds([int(trace.tokens[0])])))
     assert graphs.relative(step.logits, trace.logits[0]) > 0.1
 
 
@@ -82,7 +82,7 @@ def test_prompts_do_not_leak(graph, llama, trace):
 
     def run(host, tokens) -> np.ndarray:
         host.reset()
-        return np.stack([host.take(graph.engine.step(host.feeds(int(t)))).logits for t in tokens])
+        return np.stack([host.take(graph.engine.step(host.feeds([int(t)]))).logits for t in tokens])
 
     for tokens in (trace.tokens[:CAPACITY], *others, trace.tokens[:CAPACITY]):
         np.testing.assert_array_equal(run(host, tokens), run(graph.host(), tokens))
@@ -95,7 +95,7 @@ def test_chunks_do_not_matter(graph, trace):
         host = graph.host()
         host.fill(trace.tokens.tolist(), trace.states, start)
         for position in range(start, CAPACITY):
-            step = host.take(graph.engine.step(host.feeds(int(trace.tokens[position]))))
+            step = host.take(graph.engine.step(host.feeds([int(trace.tokens[position])])))
             assert graphs.relative(step.logits, trace.logits[position]) < TOLERANCE
 
 
@@ -114,7 +114,7 @@ def test_integers_through_the_cache(llama):
                 value[...] = key + 0.5
             host.length = length
             kept = {name: slots.copy() for name, slots in host.views.items()}
-            step = host.take(graph.engine.step(host.feeds(7)))
+            step = host.take(graph.engine.step(host.feeds([7])))
             assert step.disturbed == 0
             for name, own in step.states.items():
                 kept[name][length] = own
@@ -146,8 +146,8 @@ class Shuffled:
 class KeysAreValues:
     """The K and the V input of every layer are swapped: equal shapes, so nothing refuses it (F5)."""
 
-    def feeds(self, token):
-        fed = super().feeds(token)
+    def feeds(self, tokens):
+        fed = super().feeds(tokens)
         for i in range(len(self.contract.layers)):
             fed[f"key.{i}"], fed[f"value.{i}"] = fed[f"value.{i}"], fed[f"key.{i}"]
         return fed
@@ -156,8 +156,8 @@ class KeysAreValues:
 class LayersSwapped:
     """k0, v0, k1, v1 against k0, k1, v0, v1 and the like: layer 0's tensors go to layer 1 (F18)."""
 
-    def feeds(self, token):
-        fed = super().feeds(token)
+    def feeds(self, tokens):
+        fed = super().feeds(tokens)
         for role in ("key", "value"):
             fed[f"{role}.0"], fed[f"{role}.1"] = fed[f"{role}.1"], fed[f"{role}.0"]
         return fed
@@ -206,11 +206,11 @@ def test_a_graph_with_a_baked_input_is_seen(llama, trace, tmp_path):
             continue
         host = graph.host()
         host.fill(trace.tokens.tolist(), trace.states, 2)
-        frozen = host.feeds(int(trace.tokens[2]))[name].copy()
+        frozen = host.feeds([int(trace.tokens[2])])[name].copy()
 
         class Frozen:
-            def feeds(self, token, name=name, frozen=frozen):
-                return super().feeds(token) | {name: frozen}
+            def feeds(self, tokens, name=name, frozen=frozen):
+                return super().feeds(tokens) | {name: frozen}
 
         found = observe(graph.engine, graph.host(Frozen), trace, ["isolated"])
         errors = [graphs.relative(x, trace.logits[p]) for p, x in enumerate(found["isolated/logits"])]

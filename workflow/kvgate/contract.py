@@ -24,8 +24,9 @@ ATTENTION_MASK = "attention_mask"  # [1, columns] 1 = valid, as transformers' ow
 ROTATION = "rotation"  # [T, D(in), 1, D(out)]: rotated[out] = sum_in matrix[in, out] * x[in]
 COSINE = "cosine"  # [1, T, D] rotary tables of the positions
 SINE = "sine"
-SLOT = "slot"  # int64, the slot that this step writes
-WRITE = "write"  # one-hot over slots: true at the slot that this step writes
+SLOT = "slot"  # int64 [T], the slots that this step writes
+WRITE = "write"  # over slots: true at those that this step writes
+PLACE = "place"  # [T, slots] or [slots, T]: 1 where a token goes; a token that is padding goes nowhere
 STATE = "state"  # one or more states, as `states` of the tensor says
 LOGITS = "logits"  # [1, 1, V], of the last token
 HIDDEN = "hidden"  # [1, T, C], the residual stream from one piece of a decoder to the next
@@ -81,7 +82,7 @@ class Tensor:
 class Layer:
     """What a layer's attention reads besides its states: which mask and rotation (None: no rotary embedding)."""
 
-    mask: Optional[int] = 0  # None: the layer has no attention
+    mask: Optional[int] = 0  # None: the layer has no attention, or in this part nobody needs its outcome
     rotation: Optional[int] = 0
 
 
@@ -168,6 +169,12 @@ class Contract:
 
     def cache_outputs(self) -> List[Tensor]:
         return [t for t in self.outputs if t.role == STATE]
+
+    def unread(self) -> List[Tensor]:
+        """The cache inputs that the graph does without: only a dropped attention would read them."""
+        held = {name for t in self.cache_inputs() for name in t.states}
+        lost = [x for x in self.states if x.name not in held]
+        return cache_tensors(self.cache, lost, self.cache.capacity)
 
     def kept(self) -> List[State]:
         """The states that the graph returns, in their order; none where a strategy keeps no cache."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvgate.contract import LOGITS, Contract
+from kvgate import contract as c
 from kvgate.strategies.host import Host, Step
 
 Array = np.ndarray
@@ -76,12 +76,11 @@ class Trace:
             raise ValueError(f"trace: got no replaced states after position {length - 1}, known: {self.at.tolist()}")
         return self.states | {name: x[found[0]] for name, x in self.replaced.items()}
 
-    def steps(self, room: int) -> list[int]:
-        """The positions below `room` whose step can be fed the reference's states and compared with it."""
-        if not self.replaced:
-            return list(range(room))
-        at = set(self.at.tolist())
-        return [p for p in range(room) if p in at and (p == 0 or p - 1 in at)]
+    def steps(self, room: int, tokens: int = 1) -> list[int]:
+        """Where a step of `tokens` tokens can begin: it ends below `room`, can be fed the reference's states and be
+        compared with it."""
+        at = set(self.at.tolist()) if self.replaced else set(range(room))
+        return [p for p in range(room - tokens + 1) if p + tokens - 1 in at and (p == 0 or p - 1 in at)]
 
 
 def spread(count: int, positions: int) -> list[int]:
@@ -89,21 +88,39 @@ def spread(count: int, positions: int) -> list[int]:
     return sorted({int(x) for x in np.linspace(0, positions - 1, min(count, positions)).round()})
 
 
-def histories(contract: Contract, asked: Sequence[str]) -> list[str]:
+def histories(contract: c.Contract, asked: Sequence[str]) -> list[str]:
     """Those of `asked` that a part has: without logits it has no tokens of its own, a free run is the forced one."""
-    if any(t.role == LOGITS for t in contract.outputs):
+    if any(t.role == c.LOGITS for t in contract.outputs):
         return list(asked)
     return [x for x in ("isolated", "forced") if x in asked or (x == "forced" and "free" in asked)]
 
 
-def planned(trace: Trace, capacity: int, histories: Sequence[str], isolated: int) -> dict[str, list[int]]:
-    """The positions of each history's steps, in order; a free run begins as the forced run, which it needs."""
+def planned(
+    trace: Trace, capacity: int, histories: Sequence[str], isolated: int, tokens: int = 1
+) -> dict[str, list[int]]:
+    """The positions of each history's tokens, in the order of the steps, which have `tokens` of them each but for the
+    last one of a forced run; a free run begins as the forced run, which it needs."""
+    chunks = _chunks(trace, capacity, histories, isolated, tokens)
+    return {
+        history: [p for begin, count in steps for p in range(begin, begin + count)] for history, steps in chunks.items()
+    }
+
+
+def _chunks(
+    trace: Trace, capacity: int, histories: Sequence[str], isolated: int, tokens: int
+) -> dict[str, list[tuple[int, int]]]:
+    """Each step's first position and its number of tokens."""
     # A prompt's last generated token is read by nobody; a text's last token is fed to see its K/V and the last slot.
     fed = len(trace.tokens) - (trace.prompt < len(trace.tokens))
     room = min(fed, capacity)
-    able = trace.steps(room)
-    found = {"isolated": [able[n] for n in spread(isolated, len(able))]} if "isolated" in histories else {}
-    return found | ({"forced": list(range(room))} if {"forced", "free"} & set(histories) else {})
+    found = {}
+    if "isolated" in histories:
+        size = min(tokens, room)
+        able = trace.steps(room, size)
+        found["isolated"] = [(able[n], size) for n in spread(isolated, len(able))]
+    if {"forced", "free"} & set(histories):
+        found["forced"] = [(begin, min(tokens, room - begin)) for begin in range(0, room, tokens)]
+    return found
 
 
 def observe(
@@ -116,56 +133,65 @@ def observe(
 ) -> dict[str, Array]:
     """Run a trace's program in the given histories; `isolated`: how many positions of that history.
 
-    Returns arrays by `{history}/{what}`, n steps in order: `positions` [n], `tokens` [n] as fed, `logits` [n, V],
+    Returns arrays by `{history}/{what}`, n tokens in order: `positions` [n], `tokens` [n] as fed, `logits` [n, V],
     every state by its name (`layers.3.key` [n, Hk, D], of a replaced one the steps at positions of `Trace.at` alone),
     `disturbed` [n] (Step.disturbed). `free/tokens` are the generated ones, `free/diverged` is the first generated step
     that differs from the reference's (-1: none); its other arrays begin after the divergence, as before it the free run
     is the forced one. Positions beyond the capacity are left out. Raises ValueError where nothing could be run.
+
+    A part without logits has neither `logits` nor a free run. Of several tokens a step, isolated steps are chunks that
+    begin at spread positions, and forced ones follow each other, the last one padded.
     """
-    positions = planned(trace, host.contract.cache.capacity, histories, isolated)
+    contract = host.contract
+    chunks = _chunks(trace, contract.cache.capacity, histories, isolated, contract.tokens)
+    speaks = any(t.role == c.LOGITS for t in contract.outputs)
     found: dict[str, Array] = {}
-    if "isolated" in positions:
-        found |= _pack("isolated", _isolated(engine, host, trace, positions["isolated"], progress), trace)
-    if "forced" in positions:
-        room = len(positions["forced"])
-        steps, diverged, state = _forced(engine, host, trace, room, progress)
-        found |= _pack("forced", steps, trace)
-        if "free" in histories:
-            found |= _free(engine, host, trace, room, steps, diverged, state, progress)
+    if "isolated" in chunks:
+        found |= _pack("isolated", _isolated(engine, host, trace, chunks["isolated"], progress), trace, contract)
+    if "forced" in chunks:
+        steps, diverged, state = _forced(engine, host, trace, chunks["forced"], progress)
+        found |= _pack("forced", steps, trace, contract)
+        if "free" in histories and speaks:
+            found |= _free(engine, host, trace, len(steps), steps, diverged, state, progress)
     if not found:
         raise ValueError(f"histories: got {list(histories)}, known: isolated, forced, free")
     return found
 
 
-Row = tuple[int, int, Step]  # position, token fed, what came back
+Row = tuple[int, list[int], Step]  # first position, tokens fed, what came back
 
 
-def _run(engine: Engine, host: Host, token: int) -> Row:
-    position = host.length
-    return position, token, host.take(engine.step(host.feeds(token)))
+def _run(engine: Engine, host: Host, tokens: Sequence[int] | Array) -> Row:
+    position, fed = host.length, [int(t) for t in tokens]
+    outputs = engine.step(host.feeds(fed))
+    # One token as those host halves take it that tests put in the place of the right ones.
+    return position, fed, host.take(outputs, len(fed)) if host.contract.tokens > 1 else host.take(outputs)
 
 
 def _isolated(
-    engine: Engine, host: Host, trace: Trace, positions: list[int], progress: Callable[[str], None]
+    engine: Engine, host: Host, trace: Trace, chunks: list[tuple[int, int]], progress: Callable[[str], None]
 ) -> list[Row]:
     rows = []
-    for n, position in enumerate(positions):
+    for n, (position, count) in enumerate(chunks):
         host.fill(trace.tokens.tolist(), trace.before(position), position)
-        rows.append(_run(engine, host, int(trace.tokens[position])))
-        progress(f"isolated {n + 1}/{len(positions)}")
+        rows.append(_run(engine, host, trace.tokens[position : position + count]))
+        progress(f"isolated {n + 1}/{len(chunks)}")
     return rows
 
 
-def _forced(engine: Engine, host: Host, trace: Trace, room: int, progress: Callable[[str], None]) -> tuple:
+def _forced(
+    engine: Engine, host: Host, trace: Trace, chunks: list[tuple[int, int]], progress: Callable[[str], None]
+) -> tuple:
     """The rows, the first diverging position of the generated part (-1: none), and the host's state after it."""
     host.reset()
     rows, diverged, state = [], -1, None
-    for position in range(room):
-        rows.append(_run(engine, host, int(trace.tokens[position])))
-        generates = trace.prompt - 1 <= position < len(trace.tokens) - 1
-        if diverged < 0 and generates and int(rows[-1][2].logits.argmax()) != trace.tokens[position + 1]:
+    for n, (position, count) in enumerate(chunks):
+        rows.append(_run(engine, host, trace.tokens[position : position + count]))
+        logits = rows[-1][2].logits
+        generates = logits is not None and trace.prompt - 1 <= position < len(trace.tokens) - 1
+        if diverged < 0 and generates and int(logits.argmax()) != trace.tokens[position + 1]:
             diverged, state = position, host.snapshot()
-        progress(f"forced {position + 1}/{room}")
+        progress(f"forced {n + 1}/{len(chunks)}")
     return rows, diverged, state
 
 
@@ -178,26 +204,28 @@ def _free(engine, host, trace, room, forced, diverged, state, progress) -> dict[
         generated.append(int(forced[diverged][2].logits.argmax()))
         cap = min(len(trace.tokens) - trace.prompt, host.contract.cache.capacity - trace.prompt + 1)
         while len(generated) < cap and generated[-1] not in trace.end_ids:
-            rows.append(_run(engine, host, generated[-1]))
+            rows.append(_run(engine, host, generated[-1:]))
             generated.append(int(rows[-1][2].logits.argmax()))
             progress(f"free {len(generated)}/{cap}")
-    found = _pack("free", rows, trace) if rows else {}
+    found = _pack("free", rows, trace, host.contract) if rows else {}
     step = diverged - (trace.prompt - 1) if diverged >= 0 else -1
     return found | {"free/tokens": np.array(generated, np.int64), "free/diverged": np.array(step)}
 
 
-def _pack(history: str, rows: list[Row], trace: Trace) -> dict[str, Array]:
+def _pack(history: str, rows: list[Row], trace: Trace, contract: c.Contract) -> dict[str, Array]:
     known = set(trace.at.tolist())
     steps = [step for _, _, step in rows]
+    logits = [s.logits for s in steps if s.logits is not None]
     found = {
-        "positions": np.array([p for p, _, _ in rows]),
-        "tokens": np.array([t for _, t, _ in rows]),
-        "logits": compact(np.stack([s.logits for s in steps])),
-        "disturbed": np.array([s.disturbed for s in steps]),
+        "positions": np.concatenate([np.arange(p, p + len(tokens)) for p, tokens, _ in rows]),
+        "tokens": np.concatenate([tokens for _, tokens, _ in rows]),
+        **({"logits": compact(np.stack(logits))} if logits else {}),
+        "disturbed": np.repeat([s.disturbed for s in steps], [len(tokens) for _, tokens, _ in rows]),
     }
     for name in steps[0].states:
-        kept = [s.states[name] for p, _, s in rows if name not in trace.replaced or p in known]
-        found[name] = compact(np.stack(kept)) if kept else np.zeros((0, *steps[0].states[name].shape), np.float16)
+        kept = [s.states[name] for p, tokens, s in rows if name not in trace.replaced or p + len(tokens) - 1 in known]
+        joined = np.concatenate if contract.tokens > 1 and name not in trace.replaced else np.stack
+        found[name] = compact(joined(kept)) if kept else np.zeros((0, *steps[0].states[name].shape), np.float16)
     return {f"{history}/{name}": array for name, array in found.items()}
 
 

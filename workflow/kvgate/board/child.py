@@ -123,7 +123,7 @@ class Child:
         traces = {name: observe.Trace.load(str(self.folder / "trace" / (name + ".npz"))) for name in names}
         self.marker.set("first inference")
         host.reset()
-        self.engine.step(host.feeds(int(next(iter(traces.values())).tokens[0])))
+        self.engine.step(host.feeds([int(next(iter(traces.values())).tokens[0])]))
         self._heed()
         first_token = None
         for name, trace in traces.items():
@@ -200,7 +200,7 @@ class Child:
             self.marker.set("timing {}/{}".format(n + 1, warmup + steps))
             if n % room == 0:
                 host.reset()
-            timed.take(timed.step(timed.feeds(tokens[n % room])))
+            timed.take(timed.step(timed.feeds([tokens[n % room]])))
         return ledger.summary(timed, contract, warmup)
 
     def _layers(self) -> dict[str, Any]:

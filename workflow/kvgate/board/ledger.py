@@ -43,9 +43,9 @@ class Timed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._host, name)
 
-    def feeds(self, token: int) -> Any:
+    def feeds(self, tokens: Sequence[int]) -> Any:
         started = time.perf_counter_ns()
-        feeds = self._host.feeds(token)
+        feeds = self._host.feeds(tokens)
         self._add("inputs_us", started)
         return feeds
 
@@ -61,9 +61,9 @@ class Timed:
         self._after()
         return outputs
 
-    def take(self, outputs: Mapping[str, np.ndarray]) -> Any:
+    def take(self, outputs: Mapping[str, np.ndarray], valid: int = 1) -> Any:
         started = time.perf_counter_ns()
-        step = self._host.take(outputs)
+        step = self._host.take(outputs, valid)
         self._add("cache_us", started)
         return step
 

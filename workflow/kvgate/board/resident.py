@@ -31,7 +31,7 @@ class Resident(host.Host):
         return buffers, self._views(self.contract.cache_inputs(), buffers)
 
     def _use(self, buffers: dict[str, np.ndarray], views: Slots) -> None:
-        self.buffers, self.views = buffers, views
+        self.kept.buffers, self.kept.views = buffers, views
 
     def _swap(self) -> None:
         """There are two sides: each is made once."""
@@ -39,13 +39,13 @@ class Resident(host.Host):
         other, self._other = self._other, (self.buffers, self.views)
         self._use(*(other or self._memory()))
 
-    def take_cache(self, outputs: Mapping[str, np.ndarray], views: Slots) -> tuple[Slots, float]:
-        if not self.engine.swaps:
-            return super().take_cache(outputs, views)
+    def take_cache(self, outputs: Mapping[str, np.ndarray], views: Slots, valid: int) -> tuple[Slots, float]:
+        if not self.engine.swaps or self.contract.tokens > 1:  # the engine's two sides are those of the decode part
+            return super().take_cache(outputs, views, valid)
         count = self.contract.cache.capacity
         grown = len(next(iter(views.values()))) > count  # the last slot is this step's, else it lies at its own place
         new = count if grown else self.length
-        taken = {name: np.array(x[new], np.float32) for name, x in views.items()}
+        taken = {name: np.array(x[new : new + 1], np.float32) for name, x in views.items()}
         disturbed = self._disturbed(views, taken, count, grown) if self.observes else 0.0
         self._swap()
         if grown:
@@ -59,8 +59,8 @@ class Resident(host.Host):
         return host.relative_change(returned, {name: _float(self.views[name]) for name in views})
 
     def _write(self, taken: Slots) -> None:
-        for name, entry in taken.items():
-            self.views[name][self.length] = entry
+        for name, entries in taken.items():
+            self.views[name][self.length : self.length + 1] = entries
 
 
 def _float(array: np.ndarray) -> np.ndarray:

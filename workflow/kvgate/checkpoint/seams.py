@@ -23,8 +23,9 @@ Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class Step:
     """One decoding step: what modules of the model need that the model does not hand them."""
 
-    masks: list[Tensor] = field(default_factory=list)  # per layer, additive: [1, columns], alibi: one per head
-    rotations: list[Any] = field(default_factory=list)  # per rotation [1, D, 1, D], or (cos, sin) of [1, 1, D]
+    masks: list[Tensor] = field(default_factory=list)  # per layer, additive: [T, columns], alibi: one per head
+    # Per rotation [1, D, 1, D], or (cos, sin) of [1, T, D], or recipe.Angles.
+    rotations: list[Any] = field(default_factory=list)
     update: Update = lambda layer, key, value: (key, value)
 
 

@@ -1,7 +1,8 @@
-"""The model as one decoding step: tensors of the contract in, tensors of the contract out."""
+"""The model as one step of a part: tensors of the contract in, tensors of the contract out."""
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kvgate import contract as c
 from kvgate import strategies
 from kvgate.checkpoint import seams
 from kvgate.export import cache_layout
-from kvgate.prepare import alibi, surgery, survey
+from kvgate.prepare import alibi, recipe, surgery, survey
 from kvgate.prepare.spec import Spec
 
 
@@ -27,10 +28,22 @@ def strategy(name: str) -> Any:
 class Decoder(nn.Module):
     """forward(*inputs in the contract's order) -> outputs in the contract's order."""
 
-    def __init__(self, model: nn.Module, spec: Spec, contract: c.Contract, tensors: Mapping[str, Tensor]) -> None:
-        """model: untouched but for attached seams (load.attach); it is changed. tensors: the recipe's."""
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: Spec,
+        contract: c.Contract,
+        tensors: Mapping[str, Tensor],
+        turned: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """model: untouched but for attached seams (load.attach); it is changed. tensors: the recipe's.
+
+        turned: by rotation [D(in), D(out)], what a preparation of the weights does after it (`turned.i` of tables.npz);
+        only a prefill part reads it, as the host's matrix of a decode part has it inside.
+        """
         super().__init__()
         self.spec, self.contract = spec, contract
+        self.turned = dict(turned or {})
         self.step = seams.Step()
         self.scales = {x.module: x for x in spec.layers}
         surgery.operate(model, spec, self.step, tensors)
@@ -41,7 +54,8 @@ class Decoder(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
         cache, layers = self.contract.cache, self.contract.layers
-        history = cache_layout.unpack(given, self.contract)
+        unread = {t.name: torch.zeros(t.shape) for t in self.contract.unread()}
+        history = cache_layout.unpack(unread | given, self.contract)
         returned: dict[int, tuple[Tensor, ...]] = {}
         extra: dict[str, Any] = dict(given)
 
@@ -63,10 +77,13 @@ class Decoder(nn.Module):
         self.step.update = update
         with seams.using(self._attend):
             logits = survey.run(self.model, given["embedding"], len(layers), update).logits
-        return (logits, *cache_layout.pack([returned[i] for i in range(len(layers))], cache))
+        states = cache_layout.pack([returned[i] for i in range(len(layers))], cache)
+        return tuple(states) if self.contract.part == "prefill" else (logits, *states)
 
     def _masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
         """Per layer; one that several layers share is one value of the graph."""
+        if self.contract.part == "prefill":
+            return self._chunk_masks(given)
         made: dict[tuple, Tensor] = {}
         masks = []
         for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
@@ -77,10 +94,43 @@ class Decoder(nn.Module):
             masks.append(made.get(kind, mask))
         return masks
 
+    def _chunk_masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
+        """Per layer, of the plain form [T, columns], of the recipe [g * T, columns], a query's tokens side by side."""
+        capacity, tokens = self.contract.cache.capacity, self.contract.tokens
+        recipe_form = self.spec.form == "recipe"
+        made: dict[tuple, Tensor] = {}
+        masks = []
+        for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
+            groups = known.heads // known.kv_heads if recipe_form else 1
+            kind = (layer.mask, known.slopes, groups)
+            if layer.mask is None:  # its attention is dropped from the graph
+                made[kind] = torch.zeros(groups * tokens, 1)
+            if kind not in made:
+                mask = given[f"mask.{layer.mask}"]
+                columns = mask.shape[1]
+                mask = torch.cat([mask] * groups) if groups > 1 else mask
+                if known.slopes:
+                    mask = mask + alibi.chunk(known, columns, capacity, given["position"], self.spec.form)
+                made[kind] = mask
+            masks.append(made[kind])
+        return masks
+
     def _rotation(self, given: Mapping[str, Tensor], index: int) -> Any:
+        if self.spec.form == "recipe" and self.contract.part == "prefill":
+            return self._angles(given, index)
         if self.spec.form == "recipe":
             return given.get(f"rotation.{index}")
         return given.get(f"cosine.{index}"), given.get(f"sine.{index}")
+
+    def _angles(self, given: Mapping[str, Tensor], index: int) -> recipe.Angles | None:
+        if f"cosine.{index}" not in given:
+            return None
+        rotation, after = self.spec.rotations[index], self.turned.get(index)
+        size = len(rotation.turn)
+        turn = torch.zeros(size, size)
+        turn[torch.arange(size), torch.tensor(rotation.turn)] = torch.tensor(rotation.sign, dtype=torch.float32)
+        cosine, sine = (given[f"{name}.{index}"].permute(0, 2, 1)[:, :, None] for name in ("cosine", "sine"))
+        return recipe.Angles(cosine, sine, turn, None if after is None else after.t().contiguous())
 
     def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         """The plain form's attention function."""
@@ -93,39 +143,54 @@ def example(contract: c.Contract) -> tuple[Tensor, ...]:
     return tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in contract.inputs)
 
 
-def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = "") -> c.Contract:
+def contract(
+    spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = "", part: str = "decode", tokens: int = 1
+) -> c.Contract:
     """The contract of a model's graph. Masks whose window the capacity never reaches are one.
 
-    Raises ValueError where the cache cannot be packed as asked.
+    A prefill part takes `tokens` tokens and returns states alone; it has the inputs of a decode part that these need.
+
+    Raises ValueError where the cache cannot be packed as asked, and where a prefill part has not 2 to capacity tokens.
     """
     half = strategy(strategy_name)
+    prefill = part == "prefill"
+    if prefill and not 2 <= tokens <= cache.capacity:
+        raise ValueError(f"prefill tokens: got {tokens}, allowed: 2 to the capacity of {cache.capacity}")
     effective = [None if w is None or w >= cache.capacity else w for w in spec.windows]
     used = sorted({effective[x.mask] for x in spec.layers}, key=lambda w: (w is not None, w))
     attention = sorted(spec.layers, key=lambda x: x.index)
     layers = tuple(c.Layer(used.index(effective[x.mask]), x.rotation) for x in attention)
+    if prefill:  # nobody needs what its attention gives
+        layers = (*layers[:-1], replace(layers[-1], mask=None))
     kept = [c.key_value(x.index, x.kv_heads, x.key_size, x.value_size, cache.capacity) for x in attention]
     states = tuple(x for pair in kept for x in pair)
-    inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, spec.hidden))]
-    inputs += [c.Tensor(f"mask.{i}", c.MASK, (1, half.columns(cache.capacity)), index=i) for i in range(len(used))]
+    inputs = [c.Tensor("embedding", c.EMBEDDING, (1, tokens, spec.hidden))]
+    mask = (tokens, half.columns(cache.capacity, tokens))
+    read = sorted({x.mask for x in layers if x.mask is not None})
+    inputs += [c.Tensor(f"mask.{i}", c.MASK, mask, index=i) for i in read]
     rotating = {x.rotation for x in spec.layers}
     for i, rotation in enumerate(spec.rotations):
         if i not in rotating:
             continue
-        if spec.form == "recipe":
-            size = len(rotation.turn)
+        size = len(rotation.turn) or rotation.width
+        if spec.form == "recipe" and not prefill:
             inputs.append(c.Tensor(f"rotation.{i}", c.ROTATION, (1, size, 1, size), index=i))
         else:
-            inputs.append(c.Tensor(f"cosine.{i}", c.COSINE, (1, 1, rotation.width), index=i))
-            inputs.append(c.Tensor(f"sine.{i}", c.SINE, (1, 1, rotation.width), index=i))
-    if any(x.slopes for x in spec.layers):
-        inputs.append(c.Tensor("position", c.POSITION, (1, 1), "float32"))
-    inputs += half.extras(cache)
-    inputs += c.cache_tensors(cache, states, cache.capacity)
-    outputs = [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]
-    outputs += c.cache_tensors(cache, states, half.returned(cache.capacity), ".out")
+            inputs.append(c.Tensor(f"cosine.{i}", c.COSINE, (1, tokens, size), index=i))
+            inputs.append(c.Tensor(f"sine.{i}", c.SINE, (1, tokens, size), index=i))
+    if any(x.slopes for x in (attention[:-1] if prefill else attention)):
+        inputs.append(c.Tensor("position", c.POSITION, (1, tokens), "float32"))
+    inputs += half.extras(cache, tokens)
+    history = c.cache_tensors(cache, states, cache.capacity)
+    if prefill and not half.returned(cache.capacity, 0):  # only attention reads a history that is not given back
+        last = {x.name for x in kept[-1]}
+        history = [t for t in history if not set(t.states) <= last]
+    inputs += history
+    outputs = [] if prefill else [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]
+    outputs += c.cache_tensors(cache, states, half.returned(cache.capacity, tokens), ".out")
     return c.Contract(
         strategy=strategy_name,
-        part="decode",
+        part=part,
         form=spec.form,
         reason=spec.reason,
         vocabulary=spec.vocabulary,
@@ -137,4 +202,5 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         host_sha256=host_sha256,
+        tokens=tokens,
     )

@@ -56,9 +56,13 @@ def export(
     if any(x.name.removeprefix("model.") not in index for x in model.graph.input if x.name not in declared):
         model = _trace(decoder, folding=False)  # a folded parameter has no values anywhere
     _attach(model, declared, index, location)
-    for name, terms in (sums or {}).items():
+    # What only the logits need is not in the graph of another part.
+    there = None if decoder.contract.part == "decode" else {x.name for x in model.graph.initializer}
+    sums = {name: n for name, n in (sums or {}).items() if there is None or f"model.{name}" in there}
+    wide = {f"model.{name}": of for name, of in (wide or {}).items() if there is None or f"model.{name}" in there}
+    for name, terms in sums.items():
         _add_terms(model, f"model.{name}", [f"{name}.{n}" for n in range(1, terms)], index, location)
-    widened.widen(model, {f"model.{name}": of for name, of in (wide or {}).items()}, signs or {})
+    widened.widen(model, wide, signs or {}, decoder.contract.tokens)
     residual.reorder(model)
     parts = []
     if every:
@@ -67,7 +71,7 @@ def export(
         _shift_logits(plain, decoder.spec.top)
         parts = pieces.cut(plain, decoder.contract, every)
     kept = residual.compensate(model) if compensated else 0
-    shift = _shift_logits(model, decoder.spec.top)
+    shift = _shift_logits(model, decoder.spec.top) if decoder.contract.part == "decode" else 0
     _finish(model, decoder.contract.part)
     for piece in parts:
         if compensated:

@@ -255,7 +255,7 @@ def counted(
     """
     capacity = contract.cache.capacity
     found = {}
-    for history, planned in observe.planned(trace, capacity, histories, isolated).items():
+    for history, planned in observe.planned(trace, capacity, histories, isolated, contract.tokens).items():
         got = seen[f"{history}/positions"].tolist()
         same = [a == b for a, b in zip(got, planned, strict=False)]
         found[history] = {"got": (*same, False).index(False), "of": len(planned)}

@@ -30,6 +30,27 @@ def bias(layer: Layer, columns: int, capacity: int, position: Any, form: str) ->
     return torch.from_numpy(keys).view(*shape[:-1], columns) - own * torch.from_numpy(moves)
 
 
+def chunk(layer: Layer, columns: int, capacity: int, positions: Tensor, form: str) -> Tensor:
+    """The same of T tokens: [Hk, 1, g * T, columns] (a query's tokens side by side), or [1, Hq, T, columns].
+
+    Columns past the capacity are the tokens themselves. positions: [1, T].
+    """
+    slots = torch.arange(capacity, dtype=torch.float32)
+    if layer.bfloat16:
+        table = torch.from_numpy(rounded(layer.slopes, capacity) * np.float32(layer.bfloat16))  # [heads, capacity]
+        found = torch.relu(1 - (slots - positions.view(-1, 1)).abs())  # [T, capacity]
+        own = (found @ table.t().contiguous()).t()  # [heads, T]
+        keys = torch.cat([table, own], 1) if columns > capacity else table
+        distances = keys[:, None] - own[:, :, None]
+    else:
+        own = positions.view(-1)
+        keys = torch.cat([slots, own]) if columns > capacity else slots
+        distances = torch.tensor(layer.slopes).view(-1, 1, 1) * (keys - own[:, None])
+    if form == "plain":
+        return distances[None]
+    return distances.reshape(layer.kv_heads, 1, -1, columns)
+
+
 def rounded(slopes: tuple[float, ...], count: int) -> np.ndarray:
     """slope * position in bfloat16, [heads, count]: Falcon's, whatever the type of the model."""
     positions = _bfloat16(np.arange(count, dtype=np.float32))

@@ -3,9 +3,14 @@
 A KV head's query columns, its key and its value stand side by side, channels first: [Hk, D, 1, g + 2]. So no KV head is
 repeated, nothing is transposed, the g queries of a group are g rows of one fused attention, and the rotation is one
 product. The tensors come from measure_attention.py, already in this order.
+
+Of T tokens the same product's columns come first and the tokens last, [Hk, D, g + 2, T]: as a convolution leaves them,
+and K and V as the cache has them. The T * g queries are rows of one fused attention. Each token has angles of its own,
+so the rotation is x * cos + (R x) * sin with one constant R.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,26 @@ from kvgate.checkpoint.seams import Step
 from kvgate.prepare.spec import Layer
 
 TENSORS = ("qkv", "bias", "norm", "shift", "norm_q", "norm_k", "out", "out_bias")
+
+
+@dataclass(frozen=True)
+class Angles:
+    """How a chunk of T tokens is rotated: x * cosine + (turn x) * sine, then `turned`, where there is one."""
+
+    cosine: Tensor  # [1, D, 1, T]
+    sine: Tensor
+    turn: Tensor  # [D(out), D(in)], a signed permutation
+    turned: Tensor | None = None  # [D(out), D(in)]
+
+    def apply(self, columns: Tensor) -> Tensor:
+        """[Hk, D, n, T] of the same."""
+        rotated = columns * self.cosine + _channels(self.turn, columns) * self.sine
+        return rotated if self.turned is None else _channels(self.turned, rotated)
+
+
+def _channels(matrix: Tensor, columns: Tensor) -> Tensor:
+    """A matrix [D(out), D(in)] on the channels of [Hk, D, n, T]."""
+    return nn.functional.conv2d(columns, matrix[:, :, None, None])
 
 
 class Attention(nn.Module):
@@ -30,12 +55,14 @@ class Attention(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         layer, step = self.layer, self.step
-        joint = hidden_states @ self.qkv  # [1, 1, Hk * D * (g + 2)]
+        joint = hidden_states @ self.qkv  # [1, T, Hk * D * (g + 2)]
         if self.bias is not None:
             joint = joint + self.bias
-        q, k, v = self.columns(joint)
+        chunk = joint.shape[1] > 1
+        q, k, v = self.chunk(joint) if chunk else self.columns(joint)
         keys, values = step.update(layer.index, k, v)  # [Hk, D, 1, S]
-        out = self.project(self.attend(q, keys, values, step.masks[layer.index]))
+        attended = self.attend(q, keys, values, step.masks[layer.index])
+        out = self.project_chunk(attended) if chunk else self.project(attended)
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out
@@ -44,15 +71,59 @@ class Attention(nn.Module):
         """q [Hk, D, 1, g], k and v [Hk, D, 1, 1], normed and rotated, of the joint product [1, 1, columns]."""
         return self._whole_norm(joint) if self.layer.norm == "all" else self._split(joint)
 
+    def chunk(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [Hk, D, 1, g * T], a query's tokens side by side, k and v [Hk, D, 1, T] of the joint product
+        [1, T, columns]."""
+        layer, one = self.layer, self.layer.kv_heads * self.layer.key_size
+        if layer.norm == "all":
+            q, k, v = joint.split([one * self.groups, one, one], dim=2)
+            q = self._tokens_last(_rms(q, 2, layer.epsilon[0]) * self.norm_q)
+            k = self._tokens_last(_rms(k, 2, layer.epsilon[1]) * self.norm_k)
+            return self._turn(q).flatten(2)[:, :, None], self._turn(k), self._tokens_last(v)
+        both, v = self._tokens_last(joint).split([self.groups + 1, 1], dim=2)
+        if layer.late:
+            both = self._turn(both)
+        if layer.norm:
+            both = _rms(both, 1, layer.epsilon[0]) * self._column(self.norm)
+            if self.shift is not None:
+                both = both + self._column(self.shift)
+        if not layer.late:
+            both = self._turn(both)
+        q, k = both.split([self.groups, 1], dim=2)
+        return q.flatten(2)[:, :, None], k, v
+
+    def _tokens_last(self, x: Tensor) -> Tensor:
+        """[Hk, D, n, T] of [1, T, Hk * D * n]."""
+        return x.permute(0, 2, 1).reshape(self.layer.kv_heads, self.layer.key_size, -1, x.shape[1])
+
+    def _turn(self, columns: Tensor) -> Tensor:
+        return columns if self.layer.rotation is None else self.step.rotations[self.layer.rotation].apply(columns)
+
+    def _column(self, weight: Tensor) -> Tensor:
+        return weight.permute(0, 1, 3, 2)
+
+    def project_chunk(self, attended: Tensor) -> Tensor:
+        """[Hk, D, 1, g * T] -> [1, T, C]."""
+        layer = self.layer
+        if layer.kernel:
+            images = attended.reshape(layer.kv_heads, layer.key_size, self.groups, -1).permute(0, 1, 3, 2)
+            return nn.functional.conv2d(images, self.out, self.out_bias).flatten(2).permute(0, 2, 1)
+        rows = attended.reshape(1, layer.kv_heads * layer.key_size * self.groups, -1).permute(0, 2, 1)
+        out = rows @ self.out
+        return out if self.out_bias is None else out + self.out_bias
+
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """[Hk, D, 1, g] of q [Hk, D, 1, g] over keys and values [Hk, D, 1, S], mask [1, S]."""
+        """[Hk, D, 1, Q] of q [Hk, D, 1, Q] over keys and values [Hk, D, 1, S], mask [1 or Q, S], with alibi
+        [Hk, 1, Q, S]; Q is g, of T tokens g * T."""
         cap = self.layer.softcap
         if cap is None:
             scores = q.permute(0, 2, 3, 1) @ keys.permute(0, 2, 1, 3)  # [Hk, 1, g, S]
             return (torch.softmax(scores + mask, dim=-1) @ values.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         # A soft cap stops the fusion. Slots first then: the other way round the compiler transposes the weights too.
         scores = keys.permute(0, 2, 3, 1) @ q.permute(0, 2, 1, 3)  # [Hk, 1, S, g]
-        weights = torch.softmax(torch.tanh(scores / cap) * cap + mask.reshape(1, 1, -1, 1), dim=2)
+        capped = torch.tanh(scores / cap) * cap
+        column = mask.reshape(1, 1, -1, 1) if q.shape[3] == self.groups else mask.transpose(-1, -2)
+        weights = torch.softmax(capped + column, dim=2)
         return (values.permute(0, 2, 1, 3) @ weights).permute(0, 2, 1, 3)
 
     def _split(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvgate.checkpoint import precise
 from kvgate.checkpoint.seams import Step
 from kvgate.jobs.record import blocked
+from kvgate.prepare.recipe import Angles
 from kvgate.prepare.spec import Rotation
 from kvgate.prepare.survey import Unsupported, rotary_arguments
 
@@ -79,6 +80,8 @@ class Stub(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = self.step.rotations[self.numbers[rotary_arguments(args, kwargs)]]
+        if isinstance(found, Angles):
+            return found.cosine, found.sine
         return found if isinstance(found, tuple) else (found, found)  # the recipe reads its matrix elsewhere
 
 

@@ -46,10 +46,13 @@ def spread(more: np.ndarray, signs: np.ndarray) -> np.ndarray:
     return np.einsum("ik,kgn->gin", signs, exact, optimize=True).reshape(-1, more.shape[1]).astype(np.float32)
 
 
-def widen(model: onnx.ModelProto, matrices: Mapping[str, str], signs: Mapping[str, np.ndarray]) -> None:
+def widen(
+    model: onnx.ModelProto, matrices: Mapping[str, str], signs: Mapping[str, np.ndarray], tokens: int = 1
+) -> None:
     """Give the products with these matrices their wider input. Products that read the same tensor share it.
 
-    matrices: name in the graph to the name of its signs. Raises ValueError where there is no such MatMul.
+    matrices: name in the graph to the name of its signs. tokens: of a step. Raises ValueError where there is no such
+    MatMul.
     """
     made: dict[tuple[str, str], str] = {}
     nodes: list[onnx.NodeProto] = []
@@ -59,7 +62,7 @@ def widen(model: onnx.ModelProto, matrices: Mapping[str, str], signs: Mapping[st
             key = (node.input[0], left.pop(node.input[1]))
             if key not in made:
                 shape = next(x.dims for x in model.graph.initializer if x.name == node.input[1])
-                sums, made[key] = _sums(model.graph, *key, signs[key[1]], int(shape[0]))
+                sums, made[key] = _sums(model.graph, *key, signs[key[1]], int(shape[0]), tokens)
                 nodes += sums
             node.input[0] = made[key]
         nodes.append(node)
@@ -69,8 +72,10 @@ def widen(model: onnx.ModelProto, matrices: Mapping[str, str], signs: Mapping[st
     model.graph.node.extend(nodes)
 
 
-def _sums(graph: onnx.GraphProto, x: str, name: str, signs: np.ndarray, wide: int) -> tuple[list[onnx.NodeProto], str]:
-    """Nodes of [x, sums of x] and their output; x: [1, 1, in], wide: the matrix's rows.
+def _sums(
+    graph: onnx.GraphProto, x: str, name: str, signs: np.ndarray, wide: int, tokens: int
+) -> tuple[list[onnx.NodeProto], str]:
+    """Nodes of [x, sums of x] and their output; x: [1, T, in], wide: the matrix's rows.
 
     A row a group into the product, a row a kind out: any other order costs a permutation in weights.
     """
@@ -78,8 +83,8 @@ def _sums(graph: onnx.GraphProto, x: str, name: str, signs: np.ndarray, wide: in
     groups = wide // (group + kinds)
     constants: dict[str, np.ndarray] = {
         name: signs.astype(np.float32),
-        f"{name}.{groups}.in": np.array([1, groups, group], np.int64),
-        f"{name}.{groups}.out": np.array([1, 1, kinds * groups], np.int64),
+        f"{name}.{groups}.in": np.array([tokens, groups, group], np.int64),
+        f"{name}.{groups}.out": np.array([1, tokens, kinds * groups], np.int64),
     }
     known = {constant.name for constant in graph.initializer}
     graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in constants.items() if n not in known)

@@ -92,8 +92,8 @@ class Context:
         at = run.reused
         while at < len(ids) and not stopped():
             size = self._chunk(len(ids) - at)
-            if size > 1:
-                self._feed(*self.prefill, list(ids[at : at + size]))
+            if self.prefill and size > 1:
+                self._feed(self.prefill[0], self.prefill[1], list(ids[at : at + size]))
             else:
                 logits = self._step(ids[at])
             at += size

@@ -34,7 +34,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     part = job.wildcards["part"]
     tokens = strategy["prefill"] if part == PREFILL else 1
     try:
-        contract = decoder.contract(spec, strategy["module"], cache, part, tokens)
+        contract = decoder.contract(spec, strategy["module"], cache, part=part, tokens=tokens)
     except ValueError as why:
         raise Blocked(str(why), [finding("packing", str(why))]) from why
     weights = blob.read(job.file("prepare", "weights.bin"), prepared["tensors"])

@@ -4,8 +4,9 @@ A strategy's host.py subclasses `Host`. It runs in the check, the calibration, t
 numpy only, Python 3.9 syntax. Arrays are float32, shapes as in the contract.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -18,20 +19,22 @@ Array = np.ndarray
 class Step:
     """What one step returned, in the model's own terms."""
 
-    logits: Array  # [V], of the last token
-    states: Dict[str, Array]  # by name, of an appended one this step's entry [Hk, D], else the whole
+    logits: Any  # [V], of the last token; None where the part has none
+    # By name; of an appended one this step's entry [Hk, D], in a part of several tokens [valid, Hk, D]; else the whole.
+    states: Dict[str, Array]
     disturbed: float  # ||slots that should be as fed - as fed|| / ||as fed||; 0 where only a delta comes back
 
 
-def additive_mask(position: int, columns: Array, window: Optional[int], value: float) -> Array:
-    """The mask row of a query at `position`: 0 where a column may be seen, `value` elsewhere.
+def additive_mask(positions: Array, columns: Array, window: Optional[int], value: float) -> Array:
+    """[T, columns], a row a query at its position of `positions` [T]: 0 where a column may be seen, `value` elsewhere.
 
     columns [columns]: each column's absolute position, -1 where it is empty. A window of w tokens sees the w newest
     positions, its own among them (transformers' `sliding_window`).
     """
-    seen = (columns >= 0) & (columns <= position)
+    own = np.asarray(positions)[:, None]
+    seen = (columns >= 0) & (columns <= own)
     if window is not None:
-        seen &= columns > position - window
+        seen &= columns > own - window
     return np.where(seen, np.float32(0), np.float32(value))
 
 
@@ -61,12 +64,26 @@ def relative_change(returned: Mapping[str, Array], fed: Mapping[str, Array]) -> 
     return float(np.sqrt(change / norm)) if norm else float(np.sqrt(change))
 
 
+@dataclass
+class Kept:
+    """What lives on between steps, shared by the parts of one row."""
+
+    buffers: Dict[str, Array]  # by the cache inputs' names
+    views: Dict[str, Array]  # by state, in `buffers`
+    length: int = 0  # tokens in the cache
+
+
 class Host:
-    """Feeds one step of a graph and takes its outputs in. A slot's index is its token's absolute position.
+    """Feeds one step of a graph and takes its outputs in: T tokens a step, of which the last may be padding.
+
+    Padding repeats the chunk's last token with its position, so that whatever is made of it is that token's again; no
+    query sees its columns, and it is not taken in.
 
     Subclasses say which columns the attention sees (`columns`), what else the graph reads (`extra`), and how the
     cache outputs are taken over (`take_cache`).
     """
+
+    kept: Kept
 
     # Whether what a step returns is what the next one reads, slot by slot; more slots after these are this step's.
     gives_back = False
@@ -78,26 +95,65 @@ class Host:
         self.contract = contract
         self.tables = tables
         self.mask_value = mask_value
-        self.buffers = {t.name: np.zeros(t.shape, np.float32) for t in contract.cache_inputs()}
         self.states = {x.name: x for x in contract.states}
         self.appended = [x.name for x in contract.states if x.appended]
-        self.views = self._views(contract.cache_inputs(), self.buffers)
-        self.length = 0  # tokens in the cache
+        tensors = contract.cache_inputs() + contract.unread()
+        buffers = {t.name: np.zeros(t.shape, np.float32) for t in tensors}
+        self.kept = Kept(buffers, self._views(tensors, buffers))
+        self.count = 1  # tokens of the step that was fed last, without padding
+
+    def chunked(self, contract: c.Contract) -> "Host":
+        """This host for another part of its row: the same cache, whatever either of them does with it.
+
+        contract: that part's. Raises ValueError where its cache inputs are not this one's.
+        """
+        known = {t.name: t.shape for t in self.contract.cache_inputs()}
+        for t in contract.cache_inputs():
+            if known.get(t.name) != t.shape:
+                told = "{}: input {!r}: got shape {}, allowed: {}"
+                raise ValueError(told.format(contract.part, t.name, t.shape, known.get(t.name, "none of this name")))
+        other = copy.copy(self)
+        other.contract = contract
+        return other
+
+    @property
+    def buffers(self) -> Dict[str, Array]:
+        return self.kept.buffers
+
+    @property
+    def views(self) -> Dict[str, Array]:
+        """By state, an appended one as [S, Hk, D]."""
+        return self.kept.views
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.kept.length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.kept.length = length
+
+    def positions(self) -> Array:
+        """[T] absolute positions of the step that is being fed; padding stands where the last token does."""
+        return self.length + np.minimum(np.arange(self.contract.tokens), self.count - 1)
 
     # What a strategy says
 
     def columns(self) -> Array:
-        """[columns] absolute position of every column that the attention of this step sees, -1: empty."""
+        """[columns] absolute position of every column that the attention of this step sees, -1: empty or padding."""
         raise NotImplementedError
 
     def extra(self, tensor: c.Tensor) -> Array:
         """The value of an input that only this strategy knows."""
         raise ValueError("input {!r}: got role {!r}, unknown to {}".format(tensor.name, tensor.role, type(self)))
 
-    def take_cache(self, outputs: Mapping[str, Array], views: Dict[str, Array]) -> Tuple[Dict[str, Array], float]:
+    def take_cache(
+        self, outputs: Mapping[str, Array], views: Dict[str, Array], valid: int
+    ) -> Tuple[Dict[str, Array], float]:
         """Take the appended states' outputs over. views: by state the outputs as [slots, Hk, D].
 
-        Returns this step's entry [Hk, D] of every appended state, and `Step.disturbed`.
+        Returns this step's entries [valid, Hk, D] of every appended state, and `Step.disturbed`.
         """
         raise NotImplementedError
 
@@ -124,34 +180,48 @@ class Host:
                 mine[...] = states[name]
         self.length = length
 
-    def feeds(self, token: int) -> Dict[str, Array]:
+    def feeds(self, tokens: Sequence[int]) -> Dict[str, Array]:
         """The inputs of the next step, in the contract's order. Cache arrays are this object's own: do not keep them.
 
-        Raises ValueError on a full cache and on a token id outside the vocabulary.
+        tokens: 1 to T ids. Raises ValueError on another number, a full cache, and an id outside the vocabulary.
         """
-        self._check_room(self.length)
-        if not 0 <= token < self.contract.vocabulary:
-            raise ValueError("token id: got {}, allowed: 0 to {}".format(token, self.contract.vocabulary - 1))
-        return {t.name: self._feed(t, token) for t in self.contract.inputs}
+        if not 1 <= len(tokens) <= self.contract.tokens:
+            raise ValueError("tokens of a step: got {}, allowed: 1 to {}".format(len(tokens), self.contract.tokens))
+        self._check_room(self.length + len(tokens) - 1)
+        for token in tokens:
+            if not 0 <= token < self.contract.vocabulary:
+                raise ValueError("token id: got {}, allowed: 0 to {}".format(token, self.contract.vocabulary - 1))
+        self.count = len(tokens)
+        padded = np.array([*tokens, *[tokens[-1]] * (self.contract.tokens - len(tokens))])
+        return {t.name: self._feed(t, padded) for t in self.contract.inputs}
 
-    def take(self, outputs: Mapping[str, Array]) -> Step:
-        """Take a step's outputs in: the cache then holds one token more. Shapes must be the contract's."""
+    def take(self, outputs: Mapping[str, Array], valid: int = 1) -> Step:
+        """Take a step's outputs in: the cache then holds `valid` tokens more. Shapes must be the contract's."""
+        if not 1 <= valid <= self.contract.tokens:
+            raise ValueError("valid tokens: got {}, allowed: 1 to {}".format(valid, self.contract.tokens))
         for t in self.contract.outputs:
             got = tuple(outputs[t.name].shape)
             if got != t.shape:
                 raise ValueError("output {!r}: got shape {}, allowed: {}".format(t.name, got, t.shape))
         views = self._views(self.contract.cache_outputs(), outputs)
-        taken, disturbed = self.take_cache(outputs, {n: x for n, x in views.items() if self.states[n].appended})
+        own = {name: x for name, x in views.items() if self.states[name].appended}
+        taken, disturbed = self.take_cache(outputs, own, valid)
         found = {}
         for name, x in views.items():
             if self.states[name].appended:
-                found[name] = self._changed("inverse", name, taken[name])
+                entries = self._changed("inverse", name, taken[name])
+                found[name] = entries if self.contract.tokens > 1 else entries[0]
             else:
                 self.views[name][...] = x
                 found[name] = np.array(x)
-        self.length += 1
-        logits = next(outputs[t.name] for t in self.contract.outputs if t.role == c.LOGITS)
-        return Step(np.asarray(logits).reshape(-1) + np.float32(self.contract.shift), found, disturbed)
+        self.length += valid
+        return Step(self._logits(outputs), found, disturbed)
+
+    def _logits(self, outputs: Mapping[str, Array]) -> Optional[Array]:
+        for t in self.contract.outputs:
+            if t.role == c.LOGITS:
+                return np.asarray(outputs[t.name]).reshape(-1) + np.float32(self.contract.shift)
+        return None
 
     def _changed(self, table: str, name: str, rows: Array) -> Array:
         """[.., Hk, D] rows in another basis, where the preparation of the weights changed it."""
@@ -178,25 +248,27 @@ class Host:
         found = {name: view(arrays[t.name], self.contract, t, self.states[name]) for t in tensors for name in t.states}
         return {name: found[name] for name in self.states if name in found}
 
-    def _feed(self, t: c.Tensor, token: int) -> Array:
+    def _feed(self, t: c.Tensor, tokens: Array) -> Array:
+        """tokens: [T] ids, padding among them."""
         if t.role == c.STATE:
             return self.buffers[t.name]
+        if t.role == c.HIDDEN:  # who runs the pieces puts the stream in its place
+            return np.zeros(t.shape, np.float32)
         if t.role == c.EMBEDDING:
-            row = self.tables["embedding"][token].astype(np.float32)
+            rows = self.tables["embedding"][tokens].astype(np.float32)
             if "position" in self.tables:
-                row = row + self.tables["position"][self.length]
-            return row.reshape(t.shape)
+                rows = rows + self.tables["position"][self.positions()]
+            return rows.reshape(t.shape)
         if t.role == c.IDS:
-            return np.full(t.shape, token, t.dtype)
+            return tokens.astype(t.dtype).reshape(t.shape)
         if t.role == c.POSITION:
-            return np.full(t.shape, self.length, t.dtype)
+            return self.positions().astype(t.dtype).reshape(t.shape)
         if t.role == c.MASK:
             window = self.contract.windows[t.index]
-            return additive_mask(self.length, self.columns(), window, self.mask_value).reshape(t.shape)
-        if t.role == c.COSINE:
-            return self.tables["cosine.{}".format(t.index)][self.length].astype(np.float32).reshape(t.shape)
-        if t.role == c.SINE:
-            return self.tables["sine.{}".format(t.index)][self.length].astype(np.float32).reshape(t.shape)
+            return additive_mask(self.positions(), self.columns(), window, self.mask_value).reshape(t.shape)
+        if t.role in (c.COSINE, c.SINE):
+            table = self.tables["{}.{}".format(t.role, t.index)]
+            return table[self.positions()].astype(np.float32).reshape(t.shape)
         if t.role == c.ROTATION:
             return self._rotation(t.index).reshape(t.shape)
         return self.extra(t)

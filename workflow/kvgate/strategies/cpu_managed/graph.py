@@ -9,21 +9,21 @@ from torch import Tensor
 from kvgate import contract as c
 
 
-def columns(capacity: int) -> int:
+def columns(capacity: int, tokens: int) -> int:
     """How many columns attention sees."""
-    return capacity + 1
+    return capacity + tokens
 
 
-def returned(capacity: int) -> int:
+def returned(capacity: int, tokens: int) -> int:
     """How many slots every returned cache tensor has."""
-    return 1
+    return tokens
 
 
-def extras(cache: c.Cache) -> list[c.Tensor]:
+def extras(cache: c.Cache, tokens: int) -> list[c.Tensor]:
     """What the graph reads besides the embedding, masks, rotations and the cache."""
     return []
 
 
 def write(history: Tensor, new: Tensor, axis: int, extra: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """What attention sees and what is returned; `axis` is that of the slots, `new` has one slot."""
+    """What attention sees and what is returned; `axis` is that of the slots, `new` has T of them."""
     return torch.cat([history, new], axis), new

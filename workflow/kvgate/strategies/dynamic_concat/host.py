@@ -1,4 +1,4 @@
-"""Host half of dynamic_concat: the graph returns history + 1 slots, whose last is this step's; shapes are static."""
+"""Host half of dynamic_concat: the graph returns history + T slots, whose last are this step's; shapes are static."""
 
 from typing import Dict, Mapping, Tuple
 
@@ -10,11 +10,11 @@ class Host(cpu_managed.Host):
     gives_back = True
 
     def take_cache(
-        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array]
+        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array], valid: int
     ) -> Tuple[Dict[str, host.Array], float]:
-        """Take the present over: its history as returned, its last slot into the next free one."""
-        returned = {name: x[:-1] for name, x in views.items()}
+        """Take the present over: its history as returned, its last slots into the next free ones."""
+        returned = {name: x[: -self.contract.tokens] for name, x in views.items()}
         disturbed = host.relative_change(returned, self.views)
         for name, x in returned.items():
             self.views[name][...] = x
-        return super().take_cache(outputs, views)[0], disturbed
+        return super().take_cache(outputs, views, valid)[0], disturbed

@@ -1,7 +1,8 @@
-"""Graph half of fixed_max_blend: selects this step's K and V into their slot of a fixed buffer, no scatter.
+"""Graph half of fixed_max_blend: selects this step's K and V into their slots of a fixed buffer, no scatter.
 
 A select (Where) with a bool one-hot input is exact and stays on the NPU; K * keep + k * onehot is 5 rows a layer
-longer, and an infinity in an overwritten slot would become NaN in it.
+longer, and an infinity in an overwritten slot would become NaN in it. Several tokens are placed by a product with
+rows of one 1 and zeros, which is exact, and then selected.
 """
 
 from collections.abc import Mapping
@@ -13,23 +14,28 @@ from torch import Tensor
 from kvgate import contract as c
 
 
-def columns(capacity: int) -> int:
+def columns(capacity: int, tokens: int) -> int:
     """How many columns attention sees."""
     return capacity
 
 
-def returned(capacity: int) -> int:
+def returned(capacity: int, tokens: int) -> int:
     """How many slots every returned cache tensor has."""
     return capacity
 
 
-def extras(cache: c.Cache) -> list[c.Tensor]:
+def extras(cache: c.Cache, tokens: int) -> list[c.Tensor]:
     """What the graph reads besides the embedding, masks, rotations and the cache."""
-    shape = (1, cache.capacity) if cache.layout == "channels" else (cache.capacity, 1)
-    return [c.Tensor(c.WRITE, c.WRITE, shape, "bool")]
+    channels = cache.layout == "channels"
+    write = c.Tensor(c.WRITE, c.WRITE, (1, cache.capacity) if channels else (cache.capacity, 1), "bool")
+    if tokens == 1:
+        return [write]
+    return [write, c.Tensor(c.PLACE, c.PLACE, (tokens, cache.capacity) if channels else (cache.capacity, tokens))]
 
 
 def write(history: Tensor, new: Tensor, axis: int, extra: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """What attention sees and what is returned; `axis` is that of the slots, `new` has one slot."""
+    """What attention sees and what is returned; `axis` is that of the slots, `new` has T of them."""
+    if c.PLACE in extra:
+        new = new @ extra[c.PLACE] if axis == new.dim() - 1 else extra[c.PLACE] @ new
     buffer = torch.where(extra[c.WRITE], new, history)
     return buffer, buffer

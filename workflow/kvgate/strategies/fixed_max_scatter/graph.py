@@ -1,4 +1,4 @@
-"""Graph half of fixed_max_scatter: writes this step's K and V into their slot of a fixed buffer by ScatterND."""
+"""Graph half of fixed_max_scatter: writes this step's K and V into their slots of a fixed buffer by ScatterND."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ columns = fixed_max_blend.columns
 returned = fixed_max_blend.returned
 
 
-def extras(cache: c.Cache) -> list[c.Tensor]:
+def extras(cache: c.Cache, tokens: int) -> list[c.Tensor]:
     """What the graph reads besides the embedding, masks, rotations and the cache."""
-    return [c.Tensor(c.SLOT, c.SLOT, (1,), "int64")]
+    return [c.Tensor(c.SLOT, c.SLOT, (tokens,), "int64")]
 
 
 def write(history: Tensor, new: Tensor, axis: int, extra: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What attention sees and what is returned; `axis` is that of the slots, `new` has one slot."""
+    """What attention sees and what is returned; `axis` is that of the slots, `new` has T of them."""
     name = f"index {tuple(new.shape)} {axis}"
     if name not in extra:  # the same for every layer of one shape: computed once in the graph
         extra[name] = _index(new, axis, extra[c.SLOT])
@@ -33,7 +33,10 @@ def _index(new: Tensor, axis: int, slot: Tensor) -> Tensor:
     """
     leading = torch.meshgrid(*(torch.arange(n) for n in new.shape[:axis]), indexing="ij")
     rows = torch.stack([x.flatten() for x in leading], 1)
-    return torch.cat([rows, slot.expand(len(rows))[:, None]], 1)
+    if len(slot) == 1:
+        return torch.cat([rows, slot.expand(len(rows))[:, None]], 1)
+    slots = torch.cat([slot] * len(rows))[:, None]  # slots last in `rows` of a product of all: an Expand less
+    return torch.cat([rows.repeat_interleave(len(slot), 0), slots], 1)
 
 
 class _ScatterND(torch.autograd.Function):

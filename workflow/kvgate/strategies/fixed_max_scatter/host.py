@@ -1,3 +1,3 @@
-"""Host half of fixed_max_scatter: the fixed buffer, with the slot's index instead of a one-hot row."""
+"""Host half of fixed_max_scatter: the fixed buffer, with the slots' indexes instead of one-hot rows."""
 
 from kvgate.strategies.fixed_max_blend.host import Host as Host

@@ -31,13 +31,13 @@ class Host(host.Host):
             mine[self.contract.cache.capacity - length :] = states[name][:length].repeat(self._repeats(name), axis=1)
 
     def take_cache(
-        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array]
+        self, outputs: Mapping[str, host.Array], views: Dict[str, host.Array], valid: int
     ) -> Tuple[Dict[str, host.Array], float]:
         """Every slot moves one to the left: the first, empty one goes, this step's comes at the end."""
         disturbed = host.relative_change({name: x[:-1] for name, x in views.items()}, self.views)
         for name, x in views.items():
             self.views[name][...] = x[1:]
-        return {name: x[-1, :: self._repeats(name)].copy() for name, x in views.items()}, disturbed
+        return {name: x[-1:, :: self._repeats(name)].copy() for name, x in views.items()}, disturbed
 
     def _repeats(self, name: str) -> int:
         """How often the graph's tensor has each KV head: falcon caches each g times."""

@@ -23,12 +23,13 @@ class Host(host.Host):
         super().fill(tokens, states, length)
         self.tokens[:length] = tokens[:length]
 
-    def feeds(self, token: int) -> dict:
-        fed = super().feeds(token)
-        self.tokens[self.length] = token
-        return {t.name: self.tokens.reshape(t.shape) if t.role == c.IDS else fed[t.name] for t in self.contract.inputs}
+    def _feed(self, t: c.Tensor, tokens: host.Array) -> host.Array:
+        if t.role != c.IDS:
+            return super()._feed(t, tokens)
+        self.tokens[self.length] = tokens[0]
+        return self.tokens.reshape(t.shape)
 
-    def take(self, outputs: Mapping[str, host.Array]) -> host.Step:
+    def take(self, outputs: Mapping[str, host.Array], valid: int = 1) -> host.Step:
         """Logits [1, capacity, V]: the row of this step's position."""
         logits = outputs[self.contract.outputs[0].name][0, self.length]
         self.length += 1
