@@ -53,7 +53,7 @@ class Model:
         self, module: str, form: str = "recipe", capacity: int = 8, steps: Sequence[str] = (), **cache: Any
     ) -> "Graph":
         """A graph of the strategy; made once. steps: preparations; cache: layout, rank, packing if not the defaults."""
-        rest = {"layout": "channels", "rank": 4, "packing": "apart"} | cache
+        rest = {"layout": "channels", "rank": 4, "packing": "apart", "layers": 0} | cache
         strategy = {"module": module, "capacity": capacity, "form": form, **rest}
         name = "_".join(str(x) for x in (module, form, *rest.values(), capacity))
         inputs, names = {"fetch": self.checkpoint / "manifest.json"}, {"weights": _weights(steps)}

@@ -81,7 +81,7 @@ def prepared(rows: Rows) -> Job:
 
 
 def exported(rows: Rows) -> Job:
-    strategy = {"module": "cpu_managed", "capacity": 48, "form": "recipe", "layout": "channels", "rank": 4}
+    strategy = {"module": "cpu_managed", "capacity": 48, "form": "recipe", "layout": "channels", "rank": 4, "layers": 0}
     config = {"strategy": strategy | {"packing": "apart"}}
     job = rows.job("export", config, ["fetch"])
     job.inputs["prepare"] = rows.job("prepare", {}, [], form="recipe").record

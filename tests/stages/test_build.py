@@ -278,7 +278,7 @@ def test_random_weights_block_even_if_the_check_before_misses_them(
 ) -> None:
     job = tinygraph.prepare(tmp_path, {}, external)
     job.inputs["export"].with_name("weights.bin").unlink()
-    monkeypatch.setattr(build.gates, "graph", lambda *args: [])
+    monkeypatch.setattr(build.requirements, "graph", lambda *args: [])
     blocked(job, "weights of .* were not found: built with random ones")
 
 

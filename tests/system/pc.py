@@ -94,7 +94,7 @@ class Pc:
         inputs = fetch | {"calibration.c": self.text.with_name("trace.json")}
         made = self.job("prepare", name, {"weights": {"steps": WEIGHTS[name]}}, inputs)
         record.write(made.record, prepare.run(made) | {"status": "ok"})
-        strategy = {"module": "cpu_managed", "capacity": CAPACITY, "form": "recipe"}
+        strategy = {"module": "cpu_managed", "capacity": CAPACITY, "form": "recipe", "layers": 0}
         strategy |= {"layout": "channels", "rank": 4, "packing": "apart"}
         inputs = fetch | {"prepare": made.record}
         exported = self.job("export", name, {"strategy": strategy}, inputs)

@@ -50,7 +50,7 @@ class Prepared:
         self.body = prepare.run(made) | {"status": "ok"}
         record.write(made.record, self.body)
         self.folder = made.folder
-        strategy = {"module": module, "capacity": TOKENS, "form": "recipe"}
+        strategy = {"module": module, "capacity": TOKENS, "form": "recipe", "layers": 0}
         strategy |= {"layout": "channels", "rank": 4, "packing": "apart"}
         inputs = {"fetch": inputs["fetch"], "prepare": made.record}
         exported = self.job("export", {"strategy": "s"}, {"strategy": strategy}, inputs)

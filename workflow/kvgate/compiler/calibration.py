@@ -147,7 +147,8 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
 def feeds(contract: Contract, host: Host, trace: Trace, position: int, what: str) -> dict[str, Array]:
     """As in an isolated run: the cache filled from the trace, then the next step's inputs. `what` opens the errors."""
     host.fill(trace.tokens.tolist(), trace.before(position), position)
-    arrays = host.feeds([int(trace.tokens[position])])
+    most = min(contract.tokens, contract.cache.capacity - position)  # of a prefill part a chunk
+    arrays = host.feeds([int(x) for x in trace.tokens[position : position + most]])
     for t in contract.inputs:
         array = arrays[t.name]
         if array.shape != t.shape or array.dtype != t.dtype:

@@ -143,7 +143,7 @@ class Row:
 
     def end_ids(self) -> list[int]:
         """Of the traces, which are all of this model."""
-        program = next(iter(self.read("verify")["programs"]))
+        program = next(name for name in self.read("verify")["programs"] if "/" not in name)  # of no other part
         return list(self.read("trace", program=program)["end_ids"])
 
     def engine(self) -> str:

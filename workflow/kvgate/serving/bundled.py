@@ -175,11 +175,13 @@ class Bundle:
         """Engine and host half that take a prompt's tokens many at once; None where the bundle has none that can be
         had here. `native` keeps the cache in the memory of one context: its prompts go token by token."""
         contract = self.parts.get(PREFILL)
+        if contract is None or job["engine"] == "native":
+            return None
         place = self.folder / PREFILL
         if job["engine"] == "onnxruntime":
             place = graph / PREFILL if graph else self.graph(PREFILL) or place
         name = "model.onnx" if job["engine"] == "onnxruntime" else self.facts["artifact"]
-        if contract is None or job["engine"] == "native" or not (place / name).is_file():
+        if not (place / name).is_file():
             return None
         self._open(made, job, place, contract, self.facts["parts"][PREFILL])
         return made[-1], host.chunked(contract)
