@@ -89,8 +89,8 @@ def spread(count: int, positions: int) -> list[int]:
 
 
 def histories(contract: c.Contract, asked: Sequence[str]) -> list[str]:
-    """Those of `asked` that a part has: without logits it has no tokens of its own, a free run is the forced one."""
-    if any(t.role == c.LOGITS for t in contract.outputs):
+    """Those of `asked` that a part has: only the whole decoder has tokens of its own, elsewhere `free` is `forced`."""
+    if contract.part == "decode":
         return list(asked)
     return [x for x in ("isolated", "forced") if x in asked or (x == "forced" and "free" in asked)]
 

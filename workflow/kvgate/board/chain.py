@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate.contract import HIDDEN, Contract
+from kvgate.contract import HIDDEN, LOGITS, Contract
 
 
 class Chain:
@@ -25,8 +25,11 @@ class Chain:
         for engine, contract in self.pieces:
             own = {t.name: stream if t.role == HIDDEN else feeds[t.name] for t in contract.inputs}
             outputs = engine.step(own)
-            stream = next((outputs[t.name] for t in contract.outputs if t.role == HIDDEN), None)
-            found.update({t.name: outputs[t.name] for t in contract.outputs if t.role != HIDDEN})
+            stream = next((outputs[t.name] for t in contract.outputs if t.role == HIDDEN), stream)
+            for t in (x for x in contract.outputs if x.role != HIDDEN):
+                # The logits may come in several pieces, side by side.
+                before = [found[t.name]] if t.role == LOGITS and t.name in found else []
+                found[t.name] = np.concatenate([*before, outputs[t.name]], -1) if before else outputs[t.name]
         return found
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ class Graph:
     sums: int  # of the residual stream that keep what they lose; 0: as the model has them
     shift: int  # Contract.shift
     pieces: list[Piece]  # none where the graph is compiled as a whole
+    slices: list[tuple[str, int, int]]  # of the heads' weights (pieces.shards)
 
 
 def export(
@@ -77,7 +78,12 @@ def export(
         if compensated:
             residual.compensate(piece.model)
         _finish(piece.model, piece.contract.part)
-    return Graph(model, kept, shift, parts)
+    slices: list[tuple[str, int, int]] = []
+    if parts:
+        *layers, head = parts
+        heads, slices = pieces.shards(head)
+        parts = [*layers, *heads]
+    return Graph(model, kept, shift, parts, slices)
 
 
 def _finish(model: onnx.ModelProto, part: str) -> None:

@@ -4,6 +4,7 @@ Where to cut is read off the graph itself: the last tensor that all ways from th
 returns go through. No name of a module is read.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ import onnx
 from kvgate import contract as c
 
 INPUT, OUTPUT = "hidden", "hidden.out"  # the stream, as a piece reads it and as it returns it
-HEAD = "head"
+HEAD, WEIGHTS = "head", "head.bin"
+COLUMNS = 65_536  # of a head in one piece: compilers and boards had trouble with 151,936 (compiler/risks.py)
 
 
 class Uncut(ValueError):
@@ -53,6 +55,50 @@ def cut(model: onnx.ModelProto, contract: c.Contract, every: int) -> list[Piece]
         mine = [name for name, layer in returned if layer // every == n or (part == HEAD and layer == math.inf)]
         found.append(_piece(model, contract, part, below, above, mine))
     return found
+
+
+def shards(head: Piece) -> tuple[list[Piece], list[tuple[str, int, int]]]:
+    """A head of more columns than COLUMNS as several, each with some of them; the head itself where it is narrow.
+
+    Also the matrices' names and the first and end column of each, in the order in which their values, [C, columns],
+    follow each other in the file WEIGHTS.
+    """
+    model, contract = head.model, head.contract
+    size = [contract.hidden, contract.vocabulary]
+    if contract.vocabulary <= COLUMNS:
+        return [head], []
+    if not any(list(x.dims) == size for x in model.graph.initializer):
+        raise Uncut(f"pieces: got no matrix {size} for the head")
+    count = math.ceil(contract.vocabulary / COLUMNS)
+    edges = [contract.vocabulary * n // count for n in range(count + 1)]
+    found: list[Piece] = []
+    slices: list[tuple[str, int, int]] = []
+    offset = 0
+    for first, end in itertools.pairwise(edges):
+        made = onnx.ModelProto()
+        made.CopyFrom(model)
+        for tensor in made.graph.initializer:
+            if list(tensor.dims) == size:
+                length = _external(tensor, (contract.hidden, end - first), offset)
+                slices.append((tensor.name, first, end))
+                offset += length
+            elif list(tensor.dims) == size[1:]:  # what is added to the logits
+                values = onnx.numpy_helper.to_array(tensor)[first:end]
+                tensor.CopyFrom(onnx.numpy_helper.from_array(values.copy(), tensor.name))
+        outputs = tuple(replace(t, shape=(*t.shape[:-1], end - first)) for t in contract.outputs)
+        made.graph.output[0].type.tensor_type.shape.dim[-1].dim_value = end - first
+        found.append(Piece(made, replace(contract, part=f"{HEAD}.{len(found)}", outputs=outputs)))
+    return found, slices
+
+
+def _external(tensor: onnx.TensorProto, shape: tuple[int, int], offset: int) -> int:
+    """Point a matrix to its values in WEIGHTS; returns their bytes."""
+    length = 4 * math.prod(shape)
+    del tensor.external_data[:]
+    tensor.dims[:] = shape
+    for key, value in (("location", WEIGHTS), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+    return length
 
 
 def _returned(contract: c.Contract) -> list[tuple[str, float]]:

@@ -48,8 +48,11 @@ def put_piece(folder: Path, contract: Contract, model: bytes) -> None:
 
 def pieces(job: Job) -> list[tuple[Path, Contract]]:
     """Graph and contract of every piece, in the order in which they run; none where the graph is one."""
-    found = []
-    for part in job.read("export").get("pieces", []):
+    found, exported = [], job.read("export")
+    for name in ("weights.bin", "head.bin"):
+        if exported.get("pieces") and name in exported["files"]:
+            job.file("export", name)
+    for part in exported.get("pieces", []):
         graph, told = piece_names(part)
         made = Contract.from_json(job.file("export", told).read_text(encoding="utf-8"))
         found.append((job.file("export", graph), made))

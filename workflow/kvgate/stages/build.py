@@ -12,7 +12,7 @@ from typing import Any
 
 from kvgate.compiler import artifact, calibration, joined, log, platforms, requirements, risks, toolkit
 from kvgate.compiler.request import Request
-from kvgate.contract import Contract, canonical, sha256_text
+from kvgate.contract import HIDDEN, Contract, canonical, sha256_text
 from kvgate.jobs import graph_files, record, store
 from kvgate.jobs.digest import code_digest
 from kvgate.jobs.job import Job
@@ -70,10 +70,10 @@ def _pieces(job: Job, source: Source) -> list[Source]:
     """The graph's pieces; each is fed the stream that the one before it has given."""
     found: list[Source] = []
     for graph, contract in graph_files.pieces(job):
-        below = found[-1].into if found else None
+        below = next((x.into for x in reversed(found) if any(t.role == HIDDEN for t in x.contract.outputs)), None)
         into = job.folder / contract.part
         into.mkdir(parents=True, exist_ok=True)
-        told = graph.with_suffix(".json")
+        told = graph.with_name(f"{contract.part}.json")
         found.append(replace(source, graph=graph, told=told, contract=contract, into=into, below=below))
     return found
 
@@ -161,7 +161,8 @@ def _reads(job: Job, source: Source) -> dict[str, str]:
     files: dict[str, str] = job.read("export")["files"]
     if source.into == job.folder:
         return files
-    mine = {x: files[x] for x in (source.graph.name, source.told.name, "weights.bin", "host.npz")}
+    names = (source.graph.name, source.told.name, "weights.bin", "head.bin", "host.npz")
+    mine = {x: files[x] for x in names if x in files}
     below = sorted((source.below / "observations").glob("*.npz")) if source.below else []
     return mine | {f"below/{x.name}": record.sha256(x) for x in below}
 

@@ -24,7 +24,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
 
     from kvgate.checkpoint import load
     from kvgate.export import blob, decoder, onnx_file
-    from kvgate.export.pieces import HEAD, Uncut
+    from kvgate.export.pieces import HEAD, WEIGHTS, Uncut
     from kvgate.prepare import surgery, widened
     from kvgate.prepare.spec import Spec
 
@@ -69,8 +69,13 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     record.write_bytes(job.folder / "model.onnx", graph.model.SerializeToString(deterministic=True))
     record.write_bytes(job.folder / "contract.json", (contract.to_json() + "\n").encode())
     names = ["model.onnx", "contract.json"]
+    if graph.slices:
+        matrices = (weights[name.removeprefix("model.")][:, first:end] for name, first, end in graph.slices)
+        record.write_bytes(job.folder / WEIGHTS, b"".join(x.tobytes() for x in matrices))
+        names.append(WEIGHTS)
     for piece in graph.pieces:
-        own = replace(piece.contract, host_sha256=host_digest, shift=graph.shift if piece.contract.part == HEAD else 0)
+        shift = graph.shift if piece.contract.part.startswith(HEAD) else 0
+        own = replace(piece.contract, host_sha256=host_digest, shift=shift)
         graph_files.put_piece(job.folder, own, piece.model.SerializeToString(deterministic=True))
         names += graph_files.piece_names(own.part)
     if "moved.npz" in prepared["files"]:
