@@ -15,6 +15,8 @@ from kvgate.export import cache_layout
 from kvgate.prepare import alibi, surgery, survey
 from kvgate.prepare.spec import Spec
 
+OUT = ".out"  # how the names of state outputs end
+
 
 def strategy(name: str) -> Any:
     """The graph half of a strategy. Raises ValueError naming those known."""
@@ -40,7 +42,7 @@ class Decoder(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
-        cache, layers = self.contract.cache, self.contract.layers
+        cache = self.contract.cache
         history = cache_layout.unpack(given, self.contract)
         returned: dict[int, tuple[Tensor, ...]] = {}
         extra: dict[str, Any] = dict(given)
@@ -60,21 +62,26 @@ class Decoder(nn.Module):
 
         self.step.masks = self._masks(given)
         self.step.rotations = [self._rotation(given, i) for i in range(len(self.spec.rotations))]
+        replaced: dict[str, Tensor] = {}
         self.step.update = update
+        self.step.before = lambda layer, kind: given[f"{kind}.{layer}"]
+        self.step.after = lambda layer, kind, state: replaced.update({f"{kind}.{layer}": state})
         with seams.using(self._attend):
-            logits = survey.run(self.model, given["embedding"], len(layers), update).logits
-        return (logits, *cache_layout.pack([returned[i] for i in range(len(layers))], cache))
+            logits = survey.run(self.model, given["embedding"], self.spec.depth, update).logits
+        kept = replaced | cache_layout.pack(returned, cache)
+        return (logits, *(kept[t.name.removesuffix(OUT)] for t in self.contract.cache_outputs()))
 
-    def _masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
-        """Per layer; one that several layers share is one value of the graph."""
+    def _masks(self, given: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """By layer; one that several layers share is one value of the graph."""
         made: dict[tuple, Tensor] = {}
-        masks = []
-        for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
+        masks = {}
+        for known in sorted(self.spec.layers, key=lambda x: x.index):
+            layer = self.contract.layers[known.index]
             mask, kind = given[f"mask.{layer.mask}"], (layer.mask, known.slopes)
             if known.slopes and kind not in made:
                 sizes = mask.shape[1], self.contract.cache.capacity
                 made[kind] = mask + alibi.bias(known, *sizes, given["position"], self.spec.form)
-            masks.append(made.get(kind, mask))
+            masks[known.index] = made.get(kind, mask)
         return masks
 
     def _rotation(self, given: Mapping[str, Tensor], index: int) -> Any:
@@ -101,10 +108,11 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
     half = strategy(strategy_name)
     effective = [None if w is None or w >= cache.capacity else w for w in spec.windows]
     used = sorted({effective[x.mask] for x in spec.layers}, key=lambda w: (w is not None, w))
-    attention = sorted(spec.layers, key=lambda x: x.index)
-    layers = tuple(c.Layer(used.index(effective[x.mask]), x.rotation) for x in attention)
-    kept = [c.key_value(x.index, x.kv_heads, x.key_size, x.value_size, cache.capacity) for x in attention]
-    states = tuple(x for pair in kept for x in pair)
+    layers, states = [c.Layer(None, None)] * spec.depth, {x.index: x.states() for x in spec.mixers}
+    for x in spec.layers:
+        layers[x.index] = c.Layer(used.index(effective[x.mask]), x.rotation)
+        states[x.index] = c.key_value(x.index, x.kv_heads, x.key_size, x.value_size, cache.capacity)
+    kept = tuple(x for index in sorted(states) for x in states[index])
     inputs = [c.Tensor("embedding", c.EMBEDDING, (1, 1, spec.hidden))]
     inputs += [c.Tensor(f"mask.{i}", c.MASK, (1, half.columns(cache.capacity)), index=i) for i in range(len(used))]
     rotating = {x.rotation for x in spec.layers}
@@ -120,9 +128,9 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
     if any(x.slopes for x in spec.layers):
         inputs.append(c.Tensor("position", c.POSITION, (1, 1), "float32"))
     inputs += half.extras(cache)
-    inputs += c.cache_tensors(cache, states, cache.capacity)
+    inputs += c.cache_tensors(cache, kept, cache.capacity)
     outputs = [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]
-    outputs += c.cache_tensors(cache, states, half.returned(cache.capacity), ".out")
+    outputs += c.cache_tensors(cache, kept, half.returned(cache.capacity), OUT)
     return c.Contract(
         strategy=strategy_name,
         part="decode",
@@ -131,8 +139,8 @@ def contract(spec: Spec, strategy_name: str, cache: c.Cache, host_sha256: str = 
         vocabulary=spec.vocabulary,
         hidden=spec.hidden,
         cache=cache,
-        states=states,
-        layers=layers,
+        states=kept,
+        layers=tuple(layers),
         windows=tuple(used),
         inputs=tuple(inputs),
         outputs=tuple(outputs),

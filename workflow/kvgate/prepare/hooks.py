@@ -206,7 +206,9 @@ class Work:
     def _stepped(self) -> Step:
         """A step of our own that the model's modules read."""
         again = Step()
-        for name in (part.module for parts in (self.spec.layers, self.spec.rotations) for part in parts):
+        for name in (
+            part.module for parts in (self.spec.layers, self.spec.mixers, self.spec.rotations) for part in parts
+        ):
             self.model.get_submodule(name).step = again  # type: ignore[assignment]
         return again
 

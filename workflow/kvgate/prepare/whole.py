@@ -21,7 +21,7 @@ def run(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> Tensor:
     turns = [torch.stack([rotary.at(table, t) for t in range(len(rows))]) for table in angles]
     step.rotations = [each[0] for each in turns]  # the model hands them on; the recipe's own are `turns`
     with _attending(model, spec, step, turns), seams.using(seams.attend):  # which no module calls: see _Whole
-        return survey.run(model, rows[None], len(spec.layers), lambda i, key, value: (key, value)).logits[0]
+        return survey.run(model, rows[None], spec.depth, lambda i, key, value: (key, value)).logits[0]
 
 
 @contextmanager

@@ -82,6 +82,9 @@ def opened(job: Job) -> Source:
             f"{platform}: got {platforms.dtype(quant)}, supported: {', '.join(platforms.supported(platform))}"
         )
     samples, digest = [], ""
+    replaced = [x.name for x in contract.states if not x.appended]
+    if replaced and quant["calibrate"]:
+        raise record.Blocked(f"calibration: got the replaced state {replaced[0]}, allowed: a quant without calibration")
     if quant["calibrate"]:
         capacity = contract.cache.capacity
         texts, drawn = calibration.tokens(_traces(job, "calibration"))

@@ -74,7 +74,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "nodes": len(graph.model.graph.node),
         "vocabulary": spec.vocabulary,
         "hidden": spec.hidden,
-        "layers": len(spec.layers),
+        "layers": spec.depth,
         "sums": graph.sums,
         "terms": len(prepared["sums"]),
         "parameter_bytes": prepared["parameter_bytes"],
