@@ -68,9 +68,8 @@ def pack(returned: History, cache: c.Cache) -> dict[str, Tensor]:
     """The boundary's outputs of K and V, by the names of its inputs."""
     if cache.packing == "model":
         layers = [returned[i] for i in sorted(returned)]
-        return {
-            f"{kind}s": torch.cat(x, _heads(cache)) for kind, x in zip(_KINDS, zip(*layers, strict=True), strict=True)
-        }
+        both = zip(*layers, strict=True)
+        return {f"{kind}s": torch.cat(x, _heads(cache)) for kind, x in zip(_KINDS, both, strict=True)}
     names = ("pair",) if cache.packing == "layer" else _KINDS
     return {f"{name}.{i}": x for i in sorted(returned) for name, x in zip(names, returned[i], strict=True)}
 

@@ -206,10 +206,8 @@ class Work:
     def _stepped(self) -> Step:
         """A step of our own that the model's modules read."""
         again = Step()
-        for name in (
-            part.module for parts in (self.spec.layers, self.spec.mixers, self.spec.rotations) for part in parts
-        ):
-            self.model.get_submodule(name).step = again  # type: ignore[assignment]
+        for part in (*self.spec.layers, *self.spec.mixers, *self.spec.rotations):
+            self.model.get_submodule(part.module).step = again  # type: ignore[assignment]
         return again
 
     def _rows(self, path: Path) -> Tensor:

@@ -93,7 +93,8 @@ def made(layer: Mixer, step: Step, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 def measure(model: nn.Module, found: Survey) -> tuple[list[Mixer], dict[str, Tensor]]:
     """The layers without K and V of a surveyed model, and their tensors by full name. Raises Unsupported."""
-    layers, tensors = [], {}
+    layers: list[Mixer] = []
+    tensors: dict[str, Tensor] = {}
     for index, path in found.mixers:
         module = model.get_submodule(path)
         read = _READ.get(type(module).__name__)
