@@ -186,7 +186,7 @@ class Work:
 
     def _is_product(self, name: str, tensor: np.ndarray) -> bool:
         """Whether the graph multiplies by it, as a convolution too; a norm's weight of two axes is none."""
-        if tensor.ndim not in (2, 4) or name.rpartition(".")[2] not in ("qkv", "out", "weight"):
+        if tensor.ndim not in (2, 4) or name.rpartition(".")[2] not in ("qkv", "gate", "out", "weight"):
             return False
         return not any(name.startswith(f"{norm.module}.") for norm in self.spec.norms)
 

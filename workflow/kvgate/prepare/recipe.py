@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvgate.checkpoint.seams import Step
 from kvgate.prepare.spec import Layer
 
-TENSORS = ("qkv", "bias", "norm", "shift", "norm_q", "norm_k", "out", "out_bias")
+TENSORS = ("qkv", "bias", "norm", "shift", "norm_q", "norm_k", "gate", "out", "out_bias")
 
 
 class Attention(nn.Module):
@@ -35,7 +35,7 @@ class Attention(nn.Module):
             joint = joint + self.bias
         q, k, v = self.columns(joint)
         keys, values = step.update(layer.index, k, v)  # [Hk, D, 1, S]
-        out = self.project(self.attend(q, keys, values, step.masks[layer.index]))
+        out = self.project(self.gated(hidden_states, self.attend(q, keys, values, step.masks[layer.index])))
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out
@@ -54,6 +54,12 @@ class Attention(nn.Module):
         scores = keys.permute(0, 2, 3, 1) @ q.permute(0, 2, 1, 3)  # [Hk, 1, S, g]
         weights = torch.softmax(torch.tanh(scores / cap) * cap + mask.reshape(1, 1, -1, 1), dim=2)
         return (values.permute(0, 2, 1, 3) @ weights).permute(0, 2, 1, 3)
+
+    def gated(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        """What attention read, [Hk, D, 1, g] or [T, Hk, D, 1, g], through the gate that some models have behind it."""
+        if self.gate is None:
+            return attended
+        return attended * torch.sigmoid(hidden_states @ self.gate).reshape(attended.shape)
 
     def _split(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = self.layer

@@ -60,7 +60,7 @@ class _Whole(nn.Module):
         q, k, v = torch.vmap(columns)(joint[0], *self.turns)  # [T, Hk, D, 1, g], [T, Hk, D, 1, 1] twice
         self.step.rotations = before
         keys, values = (x[..., 0].permute(1, 2, 3, 0) for x in (k, v))  # [Hk, D, 1, T]
-        out = one.project(self._attend(q, keys, values))
+        out = one.project(one.gated(hidden_states, self._attend(q, keys, values)))
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out

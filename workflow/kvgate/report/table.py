@@ -67,7 +67,7 @@ def compact(verdicts: Sequence[Verdict]) -> str:
     """The rows as aligned text; columns in which all rows are equal and that only name the row stand above it."""
     shared = ("model", "weights", "platform", "backend")
     lead = [name for name in shared if len({v["row"][name] for v in verdicts}) > 1]
-    there = columns.names(verdicts)
+    there = set(columns.names(verdicts))
     titled = [
         *(x for x in _COMPACT if x[0] in there),
         *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts)),
