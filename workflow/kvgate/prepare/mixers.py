@@ -63,7 +63,7 @@ class Delta(nn.Module):
         state = step.before(layer.index, RECURRENT)
         state = state + state * kept
         delta = (v.reshape(heads) - k @ state) * torch.sigmoid(beta)
-        state = state + k.transpose(2, 3) * delta
+        state = _written(state, k, delta)
         step.after(layer.index, RECURRENT, state)
         out = q @ state
         out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + layer.epsilon) * self.norm
@@ -167,6 +167,11 @@ def _convolved(module: Any, new: Tensor) -> Tensor:
     step.after(layer.index, CONVOLUTION, window[:, :, 1:])
     out = (window * module.kernel).sum(2).reshape(1, 1, -1)
     return out if module.kernel_bias is None else out + module.kernel_bias
+
+
+def _written(state: Tensor, key: Tensor, delta: Tensor) -> Tensor:
+    """[1, H, D, Dv], of a key [1, H, 1, D] and what it is to map to besides [1, H, 1, Dv]."""
+    return state + key.transpose(2, 3) * delta
 
 
 def _register(module: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -77,6 +77,7 @@ COLUMNS: tuple[Column, ...] = (
     ("logits_raw_l2_median", _get("figures", "raw_median"), percent),
     ("logits_raw_l2_worst", _get("figures", "raw_worst", "value"), percent),
     ("kv_l2_float16", _get("figures", "float16", "kv_l2"), percent),
+    ("state_l2_float16", _get("figures", "float16", "state_l2"), percent),
     ("logits_l2_float16", _get("figures", "float16", "logits_l2"), percent),
     ("sqnr_db", _get("figures", "sqnr_db"), lambda v: f"{v:.1f}"),
     ("top1", _top1, str),
