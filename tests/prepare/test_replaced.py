@@ -325,7 +325,7 @@ def test_what_cannot_work_on_them_is_refused_in_one_line(model, trace):
 # The compiler
 
 # Most rows of the compiler's table a layer with replaced states, at 4 against 3 layers.
-ROWS = {"lfm2": 20, "qwen3_5_text": 48}
+ROWS = {"lfm2": 20, "qwen3_5_text": 46}
 
 
 @pytest.mark.slow
@@ -342,17 +342,20 @@ def test_it_is_built_for_the_npu(tmp_path, family):
         rows[layers] = body["rows"]
         found, _ = compare.compare(graph.contract, trace, body["observed"])
         figures = found["histories"]["isolated"]
-        assert 0 < figures["replaced"]["worst"]["value"] < 5e-3
+        assert 0 < figures["replaced"]["median"] < 2e-3 and figures["replaced"]["worst"]["value"] < 1e-2
         assert 0 < figures["kv"]["worst"]["value"] < 1e-2 and figures["logits"]["centred"]["worst"]["value"] < 1e-2
     assert rows[4] - rows[3] <= ROWS[family]
 
 
 @pytest.mark.slow
-def test_what_the_compiler_loses_is_named(tmp_path, monkeypatch):
-    """The outer product as a MatMul over one channel in rank 3: ONNX Runtime is right, the artifact forgets."""
+@pytest.mark.parametrize("rank", [3, 4])
+def test_what_the_compiler_loses_is_named(tmp_path, monkeypatch, rank):
+    """The outer product as a MatMul over one channel: ONNX Runtime is right, the artifact forgets what was there."""
 
     def written(state, key, delta):
-        return state + (key.transpose(2, 3)[0] @ delta[0])[None]
+        if rank == 4:
+            return state + key.transpose(2, 3) @ delta
+        return (state[0] + key.transpose(2, 3)[0] @ delta[0])[None]
 
     monkeypatch.setattr(mixers, "_written", written)
     model = Model.of(tmp_path, "qwen3_5_text", layers=LAYERS)
