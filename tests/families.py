@@ -81,6 +81,8 @@ FAMILIES = {
         Family("hunyuan_v1_dense", "hunyuan_v1_dense"),
     )
 }
+# Those whose first layers keep replaced states, and whose last one K and V: tests/prepare/test_replaced.py.
+REPLACED = {f.name: f for f in (Family("lfm2", "lfm2", without=("head_dim",)), Family("qwen3_5_text", "qwen3_5_text"))}
 _MIXED = ("gemma2", "gemma3_text", "exaone4", "cohere2", "olmo3", "cwm", "vaultgemma", "gemma4_text", "granite_swa")
 
 
@@ -95,8 +97,8 @@ def named(name: str) -> Family:
 
     A window only where the family has one: transformers' cache cuts to it, also where the model's masks do not.
     """
-    if name in FAMILIES:
-        return FAMILIES[name]
+    if name in FAMILIES | REPLACED:
+        return (FAMILIES | REPLACED)[name]
     known = transformers.CONFIG_MAPPING[name].__dataclass_fields__
     return Family(
         name, name, sliding="sliding_window" in known, config={"is_decoder": True} if name in _ENCODERS else {}
@@ -160,6 +162,10 @@ def _special(kind: str, size: Size, head: int, hidden: int, heads: int, layers: 
         "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0, "use_bias": True},
         "bloom": {"n_layer": layers, "n_head": heads} | off,
         "gpt_neox": off,
+        "lfm2": {"layer_types": ["conv"] * (layers - 1) + ["full_attention"], "block_auto_adjust_ff_dim": False},
+        "qwen3_5_text": {"layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": head}
+        | {"linear_value_head_dim": 2 * head},
     }.get(kind, {})
 
 

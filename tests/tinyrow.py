@@ -24,10 +24,19 @@ HISTORIES = ["isolated", "forced", "free"]
 class Rows:
     """Results of one model and strategy: a row of ONNX Runtime, and one of a chip with the same observations."""
 
-    def __init__(self, root: Path, module: str = "cpu_managed", seed: int = 3, text: str = "Hi", new: int = 12) -> None:
+    def __init__(
+        self,
+        root: Path,
+        module: str = "cpu_managed",
+        seed: int = 3,
+        text: str = "Hi",
+        new: int = 12,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        """config: what the model's config.json has besides a tiny llama's, or instead."""
         self.results = root / "results"
         self.artifact = b"no artifact"
-        fetched(self.results, random_source(max_position_embeddings=CAPACITY + 16) | {"seed": seed})
+        fetched(self.results, random_source(max_position_embeddings=CAPACITY + 16, **(config or {})) | {"seed": seed})
         body, path = traced(self.results, text, root, kind="chat", tokens=new)
         record.write(path.with_name("trace.json"), body | {"status": "ok"})
         self.trace = body

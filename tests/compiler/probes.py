@@ -12,6 +12,7 @@ import habits
 import numpy as np
 import onnx
 from kvgate import contract as c
+from kvgate.compiler import risks
 from kvgate.engines.simulator import Engine
 from onnx import TensorProto, helper, numpy_helper
 
@@ -192,6 +193,30 @@ def groups() -> dict[str, float]:
         ]
         moved[name] = error(np.array(rows_seen), on_grid)
     return moved
+
+
+def outer() -> dict[str, Any]:
+    """k^T v + S, the outer product as a MatMul over one channel and as Mul, in rank 3 and 4: how far each is from the
+    sum and from the product alone, and what `risks` says."""
+    rng = np.random.default_rng(0)
+    found: dict[str, Any] = {}
+    for operator, first in (("MatMul", []), ("MatMul", [1]), ("Mul", [])):
+        column, row, whole = ([*first, 4, *rest] for rest in ([16, 1], [1, 16], [16, 16]))
+        k, v, s = (rng.normal(size=shape).astype(np.float32) for shape in (column, row, whole))
+        name = f"{operator} {len(whole)}"
+        graph = save(
+            [(operator, ["k", "v"], "p", {}), ("Add", ["p", "s"], "y", {})],
+            {"k": (FLOAT, column), "v": (FLOAT, row), "s": (FLOAT, whole)},
+            {"y": (FLOAT, whole)},
+            {},
+        )
+        toolkit = built(graph)
+        toolkit.init_runtime()
+        boundary = contract({"k": tuple(column), "v": tuple(row), "s": tuple(whole)}, {"y": tuple(whole)})
+        y = Engine(toolkit, boundary).step({"k": k, "v": v, "s": s})["y"]
+        named = sum(x.startswith("F32") for x in risks.find(onnx.load(graph), boundary, {}, 0))
+        found[name] = {"sum": error(y, k * v + s), "product": error(y, k * v), "risks": named}
+    return found
 
 
 def platform(pair: str) -> str:

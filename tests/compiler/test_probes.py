@@ -16,7 +16,7 @@ DTYPES = ("fp16", "w8a8", "w8a16", "w4a16", "w16a16i_dfp")
 ABORTS = ("rk2118:w8a8", "rk2118:w16a16i_dfp", "rv1103b:w16a16i_dfp", "rv1106b:w16a16i_dfp")
 
 
-CASES = ("cube", "counters", "norms", "sessions", "arguments", "groups")
+CASES = ("cube", "counters", "norms", "sessions", "arguments", "groups", "outer")
 
 
 def probe(folder: Path, *cases: str) -> tuple[int, dict[str, Any]]:
@@ -54,6 +54,15 @@ def test_integer_states_are_exact_and_float_counters_round(probes: dict[str, Any
 def test_a_norm_of_products_is_all_zeros(probes: dict[str, Any]) -> None:
     assert probes["norms"]["pow"] < 1e-3
     assert probes["norms"]["mul"] > 0.9
+
+
+@pytest.mark.slow
+def test_a_product_over_one_channel_loses_what_is_added_to_it(probes: dict[str, Any]) -> None:
+    """Without a warning, in rank 3; in rank 4 inside of a layer only (tests/prepare/test_replaced.py)."""
+    lost, apart, right = (probes["outer"][name] for name in ("MatMul 3", "MatMul 4", "Mul 3"))
+    assert lost["product"] < 1e-3 < 0.5 < lost["sum"]
+    assert apart["sum"] < 1e-3 and right["sum"] < 1e-3
+    assert [x["risks"] for x in (lost, apart, right)] == [1, 1, 0]
 
 
 @pytest.mark.slow

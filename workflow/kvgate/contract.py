@@ -199,6 +199,18 @@ def key_value(layer: int, heads: int, key_size: int, value_size: int, slots: int
     )
 
 
+def convolution(layer: int, channels: int, inputs: int) -> State:
+    """The last `inputs` inputs of a short convolution, the newest last; zeros before the first token."""
+    axes = ("batch", "channels", "inputs")
+    return State("layers.{}.convolution".format(layer), layer, CONVOLUTION, REPLACE, axes, (1, channels, inputs))
+
+
+def recurrent(layer: int, heads: int, key_size: int, value_size: int) -> State:
+    """What linear attention keeps of all tokens: of each head a matrix that maps keys to values; zeros at first."""
+    axes, shape = ("batch", "heads", "key channels", "value channels"), (1, heads, key_size, value_size)
+    return State("layers.{}.recurrent".format(layer), layer, RECURRENT, REPLACE, axes, shape)
+
+
 def cache_tensors(cache: Cache, states: Sequence[State], slots: int, suffix: str = "") -> List[Tensor]:
     """The state tensors of a boundary with `slots` slots, in order; `suffix` tells outputs from inputs.
 

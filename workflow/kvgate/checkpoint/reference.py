@@ -5,6 +5,7 @@ In float64, rounded once to float32: every PC gives the same.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 
 from kvgate.checkpoint import precise, refusals
-from kvgate.contract import KEY, VALUE
-from kvgate.observe import Trace
+from kvgate.contract import CONVOLUTION, KEY, RECURRENT, VALUE
+from kvgate.observe import Trace, spread
 from kvgate.serving import today
 
 # Settings of generation_config.json that change greedy tokens, and their values that do not. Sampling is another thing.
@@ -26,6 +27,8 @@ OTHERWISE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("token_healing", "dola_layers", "watermarking_config"), (False,)),
 }
 TEMPERATURE, TOP_K = 1.0, 50  # of drawn tokens: the model's own distribution, without its tail
+_EVERY = 64  # tokens of a text after each of which replaced states are known; of a longer one they are after some
+_POSITIONS = 16  # of a longer one, each with the position before it: such a step can be fed and compared
 
 
 def load(folder: Path) -> Any:
@@ -98,7 +101,8 @@ def trace(
     """The trace of `prompt` (ids), after up to `new` greedy tokens; a token in `ends` is kept and ends it.
 
     Every generated token comes from a forward pass over its whole prefix with the cache off; one more pass over all
-    tokens gives the K/V and the logits. Raises ValueError where a layer caches no K and V.
+    tokens gives the K/V and the logits, and one over each kept position's prefix the states that are replaced (none of
+    a calibration text, without logits). Raises ValueError where a layer caches neither K and V nor a known state.
     """
     ids = [int(x) for x in prompt]
     ended = False
@@ -109,7 +113,44 @@ def trace(
         ended = ids[-1] in ends
         progress(f"token {len(ids) - len(prompt)}/{new}")
     scores, states = whole(model, ids, logits)
-    return Trace(np.array(ids, np.int64), len(prompt), ended, tuple(ends), states, scores)
+    made = Trace(np.array(ids, np.int64), len(prompt), ended, tuple(ends), states, scores)
+    if not (logits and refusals.REPLACED.get(model.config.get_text_config().model_type)):
+        return made
+    at = kept_positions(len(ids))
+    rows = []
+    for n, position in enumerate(at):
+        rows.append(replaced(model, ids[: position + 1]))
+        progress(f"states {n + 1}/{len(at)}")
+    return replace(made, replaced={x: np.stack([row[x] for row in rows]) for x in rows[0]}, at=np.array(at, np.int64))
+
+
+def kept_positions(tokens: int) -> list[int]:
+    """Those of a text after which its trace has the replaced states."""
+    chosen = spread(tokens if tokens <= _EVERY else _POSITIONS, tokens)
+    return sorted({p for each in chosen for p in (each - 1, each) if p >= 0})
+
+
+def replaced(model: Any, ids: Sequence[int]) -> dict[str, np.ndarray]:
+    """The states that a next step would replace after `ids`, by name: from one pass over all of them, nothing cached.
+
+    Of a convolution the inputs that the next step reads: one less than its kernel.
+    """
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    states: dict[str, np.ndarray] = {}
+    with torch.inference_mode():
+        model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=1)
+        for i, layer in enumerate(cache.layers):
+            if not cache.is_linear[i]:
+                continue
+            if layer.number_of_states != 1:
+                raise ValueError(f"layer {i}: got {layer.number_of_states} states of a kind, allowed: 1")
+            for kind, found in ((CONVOLUTION, layer.conv_states[0]), (RECURRENT, layer.recurrent_states[0])):
+                if found is not None:
+                    own = found[..., 1:] if kind == CONVOLUTION else found
+                    states[f"layers.{i}.{kind}"] = precise.single(precise.rounded(own.clone()))
+    return states
 
 
 def seed(prompt: Sequence[int]) -> int:
@@ -153,17 +194,20 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, dic
     the states' names.
 
     The cache object only collects here: it starts empty and nothing is read from it. Without a config it does not
-    cut sliding layers to their window.
+    cut sliding layers to their window; layers that keep other states need one.
     """
     from transformers import DynamicCache
 
     refuse_other_caches(model.config)
-    cache = DynamicCache()
+    text = model.config.get_text_config()
+    cache = DynamicCache(config=model.config) if text.model_type in refusals.REPLACED else DynamicCache()
     states: dict[str, np.ndarray] = {}
     with torch.inference_mode():
         keep = 0 if logits else 1  # 0: all
         scores = model(torch.tensor([list(ids)]), cache=cache, use_cache=True, logits_to_keep=keep).logits
         for i, layer in enumerate(cache.layers):
+            if cache.is_linear[i]:
+                continue
             key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
             if key is None or value is None or key.dim() != 4 or key.shape[2] != len(ids):
                 raise ValueError(f"layer {i}: got no K and V of every token, allowed: attention layers")
@@ -176,13 +220,14 @@ def whole(model: Any, ids: Sequence[int], logits: bool = True) -> tuple[Any, dic
 
 
 def refuse_other_caches(config: Any) -> None:
-    """Raises ValueError where a layer keeps something else than K and V of every token (a state, a convolution)."""
+    """Raises ValueError where a layer keeps something else than K and V of every token, or a state that is known."""
     text = config.get_text_config()
     if not getattr(text, "num_attention_heads", None):
         raise ValueError(f"{text.model_type}: got no attention heads, allowed: attention in every layer")
+    known = refusals.layers(text.model_type)
     for i, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if kind not in refusals.ATTENTION:
-            raise ValueError(f"{text.model_type}: layer {i}: got {kind!r}, allowed: {', '.join(refusals.ATTENTION)}")
+        if kind not in known:
+            raise ValueError(f"{text.model_type}: layer {i}: got {kind!r}, allowed: {', '.join(known)}")
 
 
 def distinct_heads(cached: torch.Tensor, config: Any) -> torch.Tensor:

@@ -8,7 +8,9 @@ from typing import Any
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")  # transformers' names of layer types
 _LAYERS = ("layer_types", "layers_block_type")  # the key, and an older name
-# Model types whose layers keep a state that is not K and V of every token.
+# Model types whose layers keep a state that is not K and V of every token, and the layers' types.
+REPLACED = {"lfm2": ("conv",), "qwen3_5_text": ("linear_attention",)}
+# Others, whose states nothing here keeps.
 _HYBRIDS = ("jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid")
 _STATES = ("mamba", "falcon_mamba", "rwkv", "lfm2", "recurrent", "xlstm", *_HYBRIDS)
 _CHOOSING = ("granitemoehybrid",)  # where the list of layers does not say otherwise
@@ -34,19 +36,26 @@ def refusal(config: Mapping[str, Any]) -> str | None:
     if any(key in config for key in _PARTS) or isinstance(text, Mapping):
         return f"{name}: a model of several kinds of input, allowed: text decoders (its text part saved alone)"
     if _recurrent(kind, config):
-        return f"{name}: layers with a recurrent state, allowed: attention layers that cache K and V"
+        known = " and ".join(REPLACED)
+        return f"{name}: layers with a recurrent state, allowed: attention layers that cache K and V, those of {known}"
     if config.get("kv_lora_rank"):
         return f"{name}: latent attention (kv_lora_rank), allowed: attention that caches K and V per head"
     if config.get("is_moe") is not False and any((config.get(k) or 0) > 1 for k in _EXPERTS):
         return f"{name}: mixture of experts, allowed: dense decoders (an NPU graph cannot choose experts)"
-    other = next((x for x in _layers(config) if x not in ATTENTION), None)
+    known_layers = layers(kind)
+    other = next((x for x in _layers(config) if x not in known_layers), None)
     if other:
-        return f"{name}: layers of type {other!r}, allowed: {', '.join(ATTENTION)}"
+        return f"{name}: layers of type {other!r}, allowed: {', '.join(known_layers)}"
     if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         return f"{name}: embeddings of {config['word_embed_proj_dim']} channels projected inside, allowed: hidden_size"
     if (config.get("num_kv_shared_layers") or 0) > 0:
         return f"{name}: layers that share K and V, allowed: layers with a cache of their own"
     return None
+
+
+def layers(kind: str) -> tuple[str, ...]:
+    """The types of layers that are known of a model type."""
+    return (*ATTENTION, *REPLACED.get(kind, ()))
 
 
 def attention(config: Mapping[str, Any]) -> str:
@@ -81,6 +90,8 @@ def _originals(config: Mapping[str, Any]) -> Iterator[int]:
 
 def _recurrent(kind: str, config: Mapping[str, Any]) -> bool:
     layers = _layers(config)
+    if kind in REPLACED:
+        return False
     if layers and kind in _CHOOSING:
         return not set(layers) <= set(ATTENTION)
     state = any(key in config for key in ("ssm_state_size", "mamba_d_state", "conv_L_cache"))

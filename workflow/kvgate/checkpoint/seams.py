@@ -4,7 +4,7 @@ A `Step` travels beside the model's own arguments: the masks, rotations and hist
 is kept of the cache comes out. The model's own masks and angles are then dead code and the exporter drops them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,20 +13,31 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvgate.contract import CONVOLUTION, RECURRENT
+
 NAME = "kvgate"
 
 # update(layer, key, value) -> what attention sees of K and V
 Update = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+# before(layer, kind) -> a replaced state as the step found it; after(layer, kind, state): as it leaves it
+Before = Callable[[int, str], Tensor]
+After = Callable[[int, str, Tensor], None]
+
+
+def _no_state(layer: int, kind: str, *state: Tensor) -> Tensor:
+    raise AssertionError(f"layer {layer}: nobody keeps its {kind} state")
 
 
 @dataclass
 class Step:
     """One decoding step: what modules of the model need that the model does not hand them."""
 
-    masks: list[Tensor] = field(default_factory=list)  # per layer, additive: [T, columns], alibi: one per head
+    masks: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, additive: [T, columns], alibi: one per head
     # Per rotation [1, D, 1, D], or (cos, sin) of [1, T, D], or recipe.Angles.
     rotations: list[Any] = field(default_factory=list)
     update: Update = lambda layer, key, value: (key, value)
+    before: Before = _no_state
+    after: After = _no_state  # type: ignore[assignment]
 
 
 class _Layer(CacheLayerMixin):
@@ -54,9 +65,40 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-def cache(layers: int, update: Update) -> Cache:
-    """A Cache of `layers` layers, each of which calls `update`."""
-    return Cache(layers=[_Layer(i, update) for i in range(layers)])
+class _Cache(Cache):
+    """Beside K and V the library's own methods for states that each call replaces: it starts empty and hands them on.
+
+    Of a convolution the states are its inputs [1, C, T]; what is kept of them are the last ones before a next token.
+    """
+
+    def __init__(self, layers: list[CacheLayerMixin], after: After) -> None:
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+        self._after = after
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        kept = kwargs.get("conv_kernel_size", conv_states.shape[-1]) - 1
+        self._after(layer_idx, CONVOLUTION, torch.nn.functional.pad(conv_states, (kept, 0))[..., -kept:])
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self._after(layer_idx, RECURRENT, recurrent_states)
+        return recurrent_states
+
+
+def cache(layers: int, update: Update, after: After = _no_state) -> Cache:  # type: ignore[assignment]
+    """A Cache of `layers` layers, each of which calls `update`, or `after` where it keeps replaced states."""
+    return _Cache([_Layer(i, update) for i in range(layers)], after)
 
 
 def attend(

@@ -1,4 +1,5 @@
-"""Patterns that a PC simulator runs right and boards have been seen to get wrong: listed on a row, never judged.
+"""Patterns that a PC simulator runs right and boards have been seen to get wrong, and one that the compiler gets wrong
+without a warning: listed on a row, never judged.
 
 Each is a public report (docs name them by the same number); the graph or its artifact has the pattern, no more is said.
 """
@@ -27,6 +28,9 @@ def find(model: Any, contract: Contract, operators: Mapping[str, int], memory: i
             found.append(f"{label} {text} ({len(hits)}x)")
     if _wide_transpose(model):
         found.append(f"F17 Transpose of rows of {_LONG_ROW} and more")
+    lost = _lost_sums(model)
+    if lost:
+        found.append(f"F32 MatMul over one channel, then an Add: the compiler was seen to leave the Add out ({lost}x)")
     if contract.vocabulary >= _WIDE_HEAD:
         found.append(f"F17 head of {contract.vocabulary} columns in one piece")
     if any(name.startswith("exSDPAttention@") for name in operators):
@@ -77,11 +81,25 @@ _NODES: tuple[tuple[str, str, Callable[[Any, set[str]], bool]], ...] = (
 )
 
 
+def _shapes(model: Any) -> dict[str, list[int]]:
+    values = (*model.graph.value_info, *model.graph.input, *model.graph.output)
+    found = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in values}
+    return found | {t.name: list(t.dims) for t in model.graph.initializer}
+
+
+def _lost_sums(model: Any) -> int:
+    """Products over one channel whose result an Add reads: in rank 3 lost always, in rank 4 beside some operators."""
+    from onnx import shape_inference
+
+    shapes = _shapes(shape_inference.infer_shapes(model, data_prop=True))
+    added = {name for node in model.graph.node if node.op_type == "Add" for name in node.input}
+    products = (n for n in model.graph.node if n.op_type == "MatMul" and n.output[0] in added)
+    sides = ((shapes.get(n.input[0], []), shapes.get(n.input[1], [])) for n in products)
+    return sum(max(len(a), len(b)) > 2 and a[-1:] == [1] for a, b in sides)
+
+
 def _wide_transpose(model: Any) -> bool:
-    shapes = {
-        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim]
-        for v in (*model.graph.value_info, *model.graph.input, *model.graph.output)
-    }
+    shapes = _shapes(model)
     return any(
         max((shapes.get(name) or [0]), default=0) >= _LONG_ROW
         for node in model.graph.node

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from kvgate import contract as c
 
-# What a layer writes, in the boundary's layout and rank: K and V, or (packing `layer`) both as one tensor.
-History = list[tuple[Tensor, ...]]
+# What each layer with K and V writes, in the boundary's layout and rank: K and V, or (packing `layer`) both as one.
+History = dict[int, tuple[Tensor, ...]]
+
+
+_KINDS = (c.KEY, c.VALUE)
 
 
 def slot_axis(cache: c.Cache) -> int:
@@ -39,15 +42,16 @@ def from_boundary(x: Tensor, cache: c.Cache, form: str) -> Tensor:
 
 
 def unpack(inputs: Mapping[str, Tensor], contract: c.Contract) -> History:
-    """What every layer writes into, out of the boundary's cache inputs."""
-    cache, layers = contract.cache, range(len(contract.layers))
+    """What the layers write into, out of the boundary's cache inputs."""
+    cache, keyed = contract.cache, [x for x in contract.states if x.kind == c.KEY]
+    layers = [x.layer for x in keyed]
     if cache.packing == "model":
-        heads = contract.states[0].entry[0]
+        heads = keyed[0].entry[0]
         keys, values = (inputs[name].split(heads, _heads(cache)) for name in ("keys", "values"))
-        return list(zip(keys, values, strict=True))
+        return dict(zip(layers, zip(keys, values, strict=True), strict=True))
     if cache.packing == "layer":
-        return [(inputs[f"pair.{i}"],) for i in layers]
-    return [(inputs[f"key.{i}"], inputs[f"value.{i}"]) for i in layers]
+        return {i: (inputs[f"pair.{i}"],) for i in layers}
+    return {i: (inputs[f"key.{i}"], inputs[f"value.{i}"]) for i in layers}
 
 
 def join(key: Tensor, value: Tensor, cache: c.Cache) -> tuple[Tensor, ...]:
@@ -60,11 +64,14 @@ def part(written: Sequence[Tensor], cache: c.Cache, sizes: Sequence[int]) -> Seq
     return written[0].split(list(sizes), _channels(cache)) if cache.packing == "layer" else written
 
 
-def pack(returned: History, cache: c.Cache) -> list[Tensor]:
-    """The boundary's cache outputs, in the contract's order."""
+def pack(returned: History, cache: c.Cache) -> dict[str, Tensor]:
+    """The boundary's outputs of K and V, by the names of its inputs."""
     if cache.packing == "model":
-        return [torch.cat(x, _heads(cache)) for x in zip(*returned, strict=True)]
-    return [x for parts in returned for x in parts]
+        layers = [returned[i] for i in sorted(returned)]
+        both = zip(*layers, strict=True)
+        return {f"{kind}s": torch.cat(x, _heads(cache)) for kind, x in zip(_KINDS, both, strict=True)}
+    names = ("pair",) if cache.packing == "layer" else _KINDS
+    return {f"{name}.{i}": x for i in sorted(returned) for name, x in zip(names, returned[i], strict=True)}
 
 
 def _heads(cache: c.Cache) -> int:

@@ -16,6 +16,8 @@ from kvgate.export import cache_layout
 from kvgate.prepare import alibi, recipe, surgery, survey
 from kvgate.prepare.spec import Spec
 
+OUT = ".out"  # how the names of state outputs end
+
 
 def strategy(name: str) -> Any:
     """The graph half of a strategy. Raises ValueError naming those known."""
@@ -53,7 +55,7 @@ class Decoder(nn.Module):
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = dict(zip([t.name for t in self.contract.inputs], inputs, strict=True))
-        cache, layers = self.contract.cache, self.contract.layers
+        cache = self.contract.cache
         unread = {t.name: torch.zeros(t.shape) for t in self.contract.unread()}
         history = cache_layout.unpack(unread | given, self.contract)
         returned: dict[int, tuple[Tensor, ...]] = {}
@@ -74,33 +76,39 @@ class Decoder(nn.Module):
 
         self.step.masks = self._masks(given)
         self.step.rotations = [self._rotation(given, i) for i in range(len(self.spec.rotations))]
+        replaced: dict[str, Tensor] = {}
         self.step.update = update
+        self.step.before = lambda layer, kind: given[f"{kind}.{layer}"]
+        self.step.after = lambda layer, kind, state: replaced.update({f"{kind}.{layer}": state})
         with seams.using(self._attend):
-            logits = survey.run(self.model, given["embedding"], len(layers), update).logits
-        states = cache_layout.pack([returned[i] for i in range(len(layers))], cache)
-        return tuple(states) if self.contract.part == "prefill" else (logits, *states)
+            logits = survey.run(self.model, given["embedding"], self.spec.depth, update).logits
+        kept = replaced | cache_layout.pack(returned, cache)
+        states = tuple(kept[t.name.removesuffix(OUT)] for t in self.contract.cache_outputs())
+        return states if self.contract.part == "prefill" else (logits, *states)
 
-    def _masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
-        """Per layer; one that several layers share is one value of the graph."""
+    def _masks(self, given: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """By layer; one that several layers share is one value of the graph."""
         if self.contract.part == "prefill":
             return self._chunk_masks(given)
         made: dict[tuple, Tensor] = {}
-        masks = []
-        for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
+        masks = {}
+        for known in sorted(self.spec.layers, key=lambda x: x.index):
+            layer = self.contract.layers[known.index]
             mask, kind = given[f"mask.{layer.mask}"], (layer.mask, known.slopes)
             if known.slopes and kind not in made:
                 sizes = mask.shape[1], self.contract.cache.capacity
                 made[kind] = mask + alibi.bias(known, *sizes, given["position"], self.spec.form)
-            masks.append(made.get(kind, mask))
+            masks[known.index] = made.get(kind, mask)
         return masks
 
-    def _chunk_masks(self, given: Mapping[str, Tensor]) -> list[Tensor]:
-        """Per layer, of the plain form [T, columns], of the recipe [g * T, columns], a query's tokens side by side."""
+    def _chunk_masks(self, given: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """By layer, of the plain form [T, columns], of the recipe [g * T, columns], a query's tokens side by side."""
         capacity, tokens = self.contract.cache.capacity, self.contract.tokens
         recipe_form = self.spec.form == "recipe"
         made: dict[tuple, Tensor] = {}
-        masks = []
-        for layer, known in zip(self.contract.layers, sorted(self.spec.layers, key=lambda x: x.index), strict=True):
+        masks = {}
+        for known in sorted(self.spec.layers, key=lambda x: x.index):
+            layer = self.contract.layers[known.index]
             groups = known.heads // known.kv_heads if recipe_form else 1
             kind = (layer.mask, known.slopes, groups)
             if layer.mask is None:  # its attention is dropped from the graph
@@ -112,7 +120,7 @@ class Decoder(nn.Module):
                 if known.slopes:
                     mask = mask + alibi.chunk(known, columns, capacity, given["position"], self.spec.form)
                 made[kind] = mask
-            masks.append(made[kind])
+            masks[known.index] = made[kind]
         return masks
 
     def _rotation(self, given: Mapping[str, Tensor], index: int) -> Any:
@@ -156,14 +164,19 @@ def contract(
     prefill = part == "prefill"
     if prefill and not 2 <= tokens <= cache.capacity:
         raise ValueError(f"prefill tokens: got {tokens}, allowed: 2 to the capacity of {cache.capacity}")
+    if prefill and spec.mixers:
+        first = spec.mixers[0].states()[0].name
+        raise ValueError(f"prefill: got {first}, which a step of one token replaces, allowed: attention in every layer")
     effective = [None if w is None or w >= cache.capacity else w for w in spec.windows]
     used = sorted({effective[x.mask] for x in spec.layers}, key=lambda w: (w is not None, w))
-    attention = sorted(spec.layers, key=lambda x: x.index)
-    layers = tuple(c.Layer(used.index(effective[x.mask]), x.rotation) for x in attention)
+    layers, states = [c.Layer(None, None)] * spec.depth, {x.index: x.states() for x in spec.mixers}
+    for x in spec.layers:
+        layers[x.index] = c.Layer(used.index(effective[x.mask]), x.rotation)
+        states[x.index] = c.key_value(x.index, x.kv_heads, x.key_size, x.value_size, cache.capacity)
     if prefill:  # nobody needs what its attention gives
-        layers = (*layers[:-1], replace(layers[-1], mask=None))
-    kept = [c.key_value(x.index, x.kv_heads, x.key_size, x.value_size, cache.capacity) for x in attention]
-    states = tuple(x for pair in kept for x in pair)
+        layers[-1] = replace(layers[-1], mask=None)
+    attention = sorted(spec.layers, key=lambda x: x.index)
+    kept = tuple(x for index in sorted(states) for x in states[index])
     inputs = [c.Tensor("embedding", c.EMBEDDING, (1, tokens, spec.hidden))]
     mask = (tokens, half.columns(cache.capacity, tokens))
     read = sorted({x.mask for x in layers if x.mask is not None})
@@ -181,13 +194,13 @@ def contract(
     if any(x.slopes for x in (attention[:-1] if prefill else attention)):
         inputs.append(c.Tensor("position", c.POSITION, (1, tokens), "float32"))
     inputs += half.extras(cache, tokens)
-    history = c.cache_tensors(cache, states, cache.capacity)
+    history = c.cache_tensors(cache, kept, cache.capacity)
     if prefill and not half.returned(cache.capacity, 0):  # only attention reads a history that is not given back
-        last = {x.name for x in kept[-1]}
+        last = {x.name for x in states[max(states)]}
         history = [t for t in history if not set(t.states) <= last]
     inputs += history
     outputs = [] if prefill else [c.Tensor("logits", c.LOGITS, (1, 1, spec.vocabulary))]
-    outputs += c.cache_tensors(cache, states, half.returned(cache.capacity, tokens), ".out")
+    outputs += c.cache_tensors(cache, kept, half.returned(cache.capacity, tokens), OUT)
     return c.Contract(
         strategy=strategy_name,
         part=part,
@@ -196,8 +209,8 @@ def contract(
         vocabulary=spec.vocabulary,
         hidden=spec.hidden,
         cache=cache,
-        states=states,
-        layers=layers,
+        states=kept,
+        layers=tuple(layers),
         windows=tuple(used),
         inputs=tuple(inputs),
         outputs=tuple(outputs),

@@ -37,7 +37,11 @@ def run(job: Job) -> dict[str, Any]:
     strategy = job.config["strategy"]
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
     folder = job.checkpoint()
-    own = refusals.attention(transformers.AutoConfig.from_pretrained(folder, local_files_only=True).to_dict())
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.model_type in refusals.REPLACED:
+        got = f"model type {config.model_type!r}: layers with states that are replaced"
+        raise record.blocked("exporter", f"{got}, allowed: attention layers alone, or form recipe or plain")
+    own = refusals.attention(config.to_dict())
     implementation = None if strategy["module"] == "hf_export" else own  # None: transformers' default
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=implementation, local_files_only=True

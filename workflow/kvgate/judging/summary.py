@@ -45,6 +45,10 @@ def figures(
     for label, field in (("kv", "kv"), ("logits", "centred"), ("raw", "raw")):
         median, worst = _over_all(arrays, field, names)
         found |= {f"{label}_median": median, f"{label}_worst": worst}
+    replaced = [x.name for x in contract.kept() if not x.appended]
+    if replaced:
+        median, worst = _over_all(arrays, "replaced", replaced, "replaced_positions")
+        found |= {"state_median": median, "state_worst": worst}
     found["kv_over"] = _share_over(arrays, "kv", OVER)
     centred = found["logits_worst"]
     found["sqnr_db"] = None if not centred or not centred["value"] else number(-20 * np.log10(centred["value"]))
@@ -89,9 +93,12 @@ def _bytes(tensors: Iterable[Tensor], build: Mapping[str, Any], side: str) -> in
 
 
 def _over_all(
-    arrays: Mapping[str, Mapping[str, Array]], field: str, names: Sequence[str]
+    arrays: Mapping[str, Mapping[str, Array]], field: str, names: Sequence[str], where: str = "positions"
 ) -> tuple[float | None, dict[str, Any] | None]:
-    """The median of a measure over all steps, and its worst value with program, history, step and state."""
+    """The median of a measure over all steps, and its worst value with program, history, step and state.
+
+    where: the positions of its steps.
+    """
     every, worst, top = [], None, -1.0
     for program, found in arrays.items():
         for history in HISTORIES:
@@ -103,7 +110,7 @@ def _over_all(
             if ranked.max() > top:
                 top = float(ranked.max())
                 at = np.unravel_index(ranked.argmax(), ranked.shape)
-                position = int(found[f"{history}/positions"][at[0]])
+                position = int(found[f"{history}/{where}"][at[0]])
                 worst = {"value": number(top), "program": program, "history": history, "step": int(at[0])}
                 worst["position"] = position
                 if len(at) == 2:

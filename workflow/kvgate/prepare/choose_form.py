@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from kvgate.checkpoint import load
 from kvgate.checkpoint.seams import Step
 from kvgate.jobs.record import blocked
-from kvgate.prepare import equality, measure_attention, norms, surgery, survey
-from kvgate.prepare.spec import Layer, Rotation, Spec
+from kvgate.prepare import equality, measure_attention, mixers, norms, surgery, survey
+from kvgate.prepare.spec import DeltaRule, Layer, Mixer, Rotation, ShortConvolution, Spec
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     """
     try:
         found = survey.survey(load.attach(_copy(model)))
+        mixing = mixers.measure(model, found)
         known = equality.reference(model, found.position_table)
     except Exception as why:  # foreign code called in a way that it may not know: data, not a bug of ours
         text = f"the model does not fit the seams: {_line(why)}"
@@ -39,7 +40,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     reason = "plain was asked for"
     if form == "recipe":
         try:
-            spec, tensors = _recipe(model, found)
+            spec, tensors = _recipe(model, found, *mixing)
             changed, step = _copy(model), Step()
             surgery.operate(changed, spec, step, tensors)
             errors = equality.errors(changed, spec, step, known)
@@ -51,7 +52,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
         except Exception as why:
             reason = _line(why)
         print(f"plain form: {reason}", file=sys.stderr)
-    spec, tensors = _plain(found, model, reason)
+    spec, tensors = _plain(found, model, reason, *mixing)
     step = Step()
     surgery.operate(model, spec, step, tensors)
     errors = equality.errors(model, spec, step, known)
@@ -81,9 +82,12 @@ def _rows(model: nn.Module) -> Tensor:
     return table(torch.arange(table.num_embeddings))
 
 
-def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Tensor]]:
+def _recipe(
+    model: nn.Module, found: survey.Survey, mixing: list[Mixer], mixed: dict[str, Tensor]
+) -> tuple[Spec, dict[str, Tensor]]:
+    """mixing, mixed: the layers without K and V, and their tensors."""
     layers: list[Layer] = []
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = dict(mixed)
     rotations: list[Rotation] = []
     for site in found.sites:
         plain = None
@@ -103,14 +107,16 @@ def _recipe(model: nn.Module, found: survey.Survey) -> tuple[Spec, dict[str, Ten
         layers.append(layer)
         tensors |= {f"{site.module}.{name}": tensor for name, tensor in own.items()}
     inside = tuple(f"{site.module}." for site in found.sites)  # those of q and k are the recipe's own
-    replaced, weights = norms.measure(model)
+    replaced, weights = norms.measure(model, _inside(mixing))
     kept = [n for n in replaced if not n.module.startswith(inside)]
-    spec = _spec(model, found, "recipe", "", layers, rotations)
+    spec = _spec(model, found, "recipe", "", layers, rotations, mixing)
     tensors |= {name: tensor for name, tensor in weights.items() if not name.startswith(inside)}
     return replace(spec, norms=tuple(kept)), tensors
 
 
-def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, dict[str, Tensor]]:
+def _plain(
+    found: survey.Survey, model: nn.Module, reason: str, mixing: list[Mixer], mixed: dict[str, Tensor]
+) -> tuple[Spec, dict[str, Tensor]]:
     rotations = [Rotation(p, a, w) for (p, a), w in zip(found.rotations, found.widths, strict=True)]
     layers = []
     for site in found.sites:
@@ -122,12 +128,24 @@ def _plain(found: survey.Survey, model: nn.Module, reason: str) -> tuple[Spec, d
         if site.options.get("s_aux") is not None:
             text = f"{site.module}: attention sinks, allowed: scale, mask, soft cap, alibi"
             raise blocked("attention", text)
-    replaced, weights = norms.measure(model)
-    return replace(_spec(model, found, "plain", reason, layers, rotations), norms=tuple(replaced)), weights
+    replaced, weights = norms.measure(model, _inside(mixing))
+    spec = _spec(model, found, "plain", reason, layers, rotations, mixing)
+    return replace(spec, norms=tuple(replaced)), mixed | weights
+
+
+def _inside(mixing: list[Mixer]) -> tuple[str, ...]:
+    """How the names of their own modules begin."""
+    return tuple(f"{x.module}." for x in mixing)
 
 
 def _spec(
-    model: nn.Module, found: survey.Survey, form: str, reason: str, layers: list[Layer], rotations: list[Rotation]
+    model: nn.Module,
+    found: survey.Survey,
+    form: str,
+    reason: str,
+    layers: list[Layer],
+    rotations: list[Rotation],
+    mixing: list[Mixer],
 ) -> Spec:
     return Spec(
         form=form,
@@ -138,4 +156,6 @@ def _spec(
         windows=tuple(found.windows),
         rotations=tuple(rotations),
         layers=tuple(layers),
+        convolutions=tuple(x for x in mixing if isinstance(x, ShortConvolution)),
+        delta_rules=tuple(x for x in mixing if isinstance(x, DeltaRule)),
     )

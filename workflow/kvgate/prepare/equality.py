@@ -19,8 +19,9 @@ class Reference:
     embedded: Tensor  # [T, C] as the model embeds the tokens
     positions: Tensor | None  # [T, C] learned positions
     logits: Tensor  # [T, V]
-    keys: list[Tensor]  # per layer [T, Hk or Hq, D]
-    values: list[Tensor]
+    keys: dict[int, Tensor]  # by layer [T, Hk or Hq, D]
+    values: dict[int, Tensor]
+    states: dict[tuple[int, str], Tensor]  # by layer and kind those that are replaced, after the last token
 
     @property
     def top(self) -> int:
@@ -34,28 +35,37 @@ def reference(model: nn.Module, positions: Tensor | None) -> Reference:
     ids = torch.randint(model.get_input_embeddings().num_embeddings, (1, TOKENS), generator=generator)
     layers = model.config.get_text_config().num_hidden_layers
     kept: dict[int, tuple[Tensor, Tensor]] = {}
+    states: dict[tuple[int, str], Tensor] = {}
 
     def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         kept[layer] = (key[0].transpose(0, 1), value[0].transpose(0, 1))
         return key, value
 
+    def after(layer: int, kind: str, state: Tensor) -> None:
+        states[layer, kind] = state
+
     embedded = model.get_input_embeddings()(ids)
-    logits = survey.run(model, embedded.clone(), layers, keep).logits[0]  # CTRL scales what it is given in place
-    keys, values = ([kept[i][n] for i in range(layers)] for n in (0, 1))
-    return Reference(embedded[0], None if positions is None else positions[:TOKENS], logits, keys, values)
+    logits = survey.run(model, embedded.clone(), layers, keep, after=after).logits[0]  # CTRL scales it in place
+    keys, values = ({i: both[n] for i, both in kept.items()} for n in (0, 1))
+    return Reference(embedded[0], None if positions is None else positions[:TOKENS], logits, keys, values, states)
 
 
 def error(model: nn.Module, spec: Spec, step: Step, known: Reference) -> float:
-    """Worst normalized L2 of logits and every layer's K and V. `model` has been operated on and reads `step`."""
+    """Worst normalized L2 of logits and every layer's states. `model` has been operated on and reads `step`."""
     return max(errors(model, spec, step, known).values())
 
 
 def errors(model: nn.Module, spec: Spec, step: Step, known: Reference) -> dict[str, float]:
-    """Normalized L2 by place, in the order in which they are computed: each layer's keys and values, the logits."""
+    """Normalized L2 by place, in the order in which they are computed: each layer's states, the logits."""
     rows = known.embedded if known.positions is None else known.embedded + known.positions
-    logits, keys, values = decode(model, spec, step, rows)
+    logits, keys, values, states = decode(model, spec, step, rows)
     found = {}
-    for layer in sorted(spec.layers, key=lambda x: x.index):
+    for layer in sorted((*spec.layers, *spec.mixers), key=lambda x: x.index):
+        if not isinstance(layer, Layer):
+            for state in layer.states():
+                at = layer.index, state.kind
+                found[f"the {state.kind} state of {layer.module}"] = _distance(states[at], known.states[at])
+            continue
         for name, got, wanted in (("keys", keys, known.keys), ("values", values, known.values)):
             mine, theirs = got[layer.index], wanted[layer.index]
             groups = theirs.shape[1] // mine.shape[1]  # falcon caches its KV heads repeated
@@ -69,13 +79,19 @@ def difference(found: dict[str, float]) -> str:
     return f"{max(found.values()):.1e}, first in {place}"
 
 
-def decode(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Token by token with a growing cache: logits [T, V], per layer K and V [T, Hk, D] as cached.
+Kept = dict[int, Tensor]
+
+
+def decode(
+    model: nn.Module, spec: Spec, step: Step, rows: Tensor
+) -> tuple[Tensor, Kept, Kept, dict[tuple[int, str], Tensor]]:
+    """Token by token with a growing cache: logits [T, V], by layer K and V [T, Hk, D] as cached, by layer and kind the
+    replaced states after the last token.
 
     rows: [T, C], embedded tokens with their learned positions added.
     """
-    layers = len(spec.layers)
-    kept: list[list[list[Tensor]]] = [[[] for _ in range(layers)] for _ in "kv"]
+    kept: list[dict[int, list[Tensor]]] = [{x.index: [] for x in spec.layers} for _ in "kv"]
+    states = {(x.layer, x.kind): torch.zeros(x.shape) for mixer in spec.mixers for x in mixer.states()}
     axis = 3 if spec.form == "recipe" else 2
 
     def update(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,23 +99,30 @@ def decode(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> tuple[Tens
             of[layer].append(new)
         return torch.cat(kept[0][layer], axis), torch.cat(kept[1][layer], axis)
 
+    def after(layer: int, kind: str, state: Tensor) -> None:
+        states[layer, kind] = state
+
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, **options: object) -> Tensor:
         layer = by_module[module]
         return seams.attend(q, k, v, step.masks[layer.index], layer.scale, layer.softcap)
 
     by_module = {m: x for n, m in model.named_modules() for x in spec.layers if x.module == n}
     angles = [rotary.tables(model.get_submodule(r.module), r, len(rows)) for r in spec.rotations]  # type: ignore[arg-type]
-    step.update = update
+    step.update, step.before, step.after = update, lambda layer, kind: states[layer, kind], after
     logits = []
     for position, row in enumerate(rows):
         ordered = sorted(spec.layers, key=lambda x: x.index)
-        step.masks = [_mask(position, spec.windows[x.mask]) + _bias(position, spec.form, x) for x in ordered]
+        step.masks = {x.index: _mask(position, spec.windows[x.mask]) + _bias(position, spec.form, x) for x in ordered}
         step.rotations = [rotary.at(table, position) for table in angles]
         with seams.using(attend):
-            logits.append(survey.run(model, row.view(1, 1, -1), layers, update).logits[0, 0])
-    cached = [[torch.cat(new, axis) for new in of] for of in kept]
-    whole = [[x[:, :, 0].permute(2, 0, 1) if axis == 3 else x[0].transpose(0, 1) for x in of] for of in cached]
-    return torch.stack(logits), whole[0], whole[1]
+            logits.append(survey.run(model, row.view(1, 1, -1), spec.depth, update).logits[0, 0])
+    keys, values = ({i: _rows(torch.cat(new, axis), axis) for i, new in of.items()} for of in kept)
+    return torch.stack(logits), keys, values, states
+
+
+def _rows(cached: Tensor, axis: int) -> Tensor:
+    """[T, Hk, D] of [Hk, D, 1, T] (axis 3) or [1, Hk, T, D]."""
+    return cached[:, :, 0].permute(2, 0, 1) if axis == 3 else cached[0].transpose(0, 1)
 
 
 def _mask(position: int, window: int | None) -> Tensor:

@@ -27,6 +27,8 @@ def apply(layer: Layer, tensors: dict[str, Tensor], change: Change) -> None:
     """Change a layer's tensors (recipe.TENSORS, those that it has) in place of the dictionary."""
     if change.value is not None:
         matrix = change.value.double()
+        if "gate" in tensors:
+            raise ValueError(f"{layer.module}: got a gate on its values' channels, allowed: a basis that stays")
         with _joint(layer, tensors) as parts:
             parts["v"] = precise.rounded(torch.einsum("nhd,hde->nhe", parts["v"], matrix))
         _output(layer, tensors, torch.linalg.inv(matrix))

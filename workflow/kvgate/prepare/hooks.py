@@ -186,7 +186,7 @@ class Work:
 
     def _is_product(self, name: str, tensor: np.ndarray) -> bool:
         """Whether the graph multiplies by it, as a convolution too; a norm's weight of two axes is none."""
-        if tensor.ndim not in (2, 4) or name.rpartition(".")[2] not in ("qkv", "out", "weight"):
+        if tensor.ndim not in (2, 4) or name.rpartition(".")[2] not in ("qkv", "gate", "out", "weight"):
             return False
         return not any(name.startswith(f"{norm.module}.") for norm in self.spec.norms)
 
@@ -206,8 +206,8 @@ class Work:
     def _stepped(self) -> Step:
         """A step of our own that the model's modules read."""
         again = Step()
-        for name in (part.module for parts in (self.spec.layers, self.spec.rotations) for part in parts):
-            self.model.get_submodule(name).step = again  # type: ignore[assignment]
+        for part in (*self.spec.layers, *self.spec.mixers, *self.spec.rotations):
+            self.model.get_submodule(part.module).step = again  # type: ignore[assignment]
         return again
 
     def _rows(self, path: Path) -> Tensor:

@@ -5,6 +5,7 @@ attention output. On zero and unit inputs that is its matrices and biases, whate
 transposed, scaled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +42,7 @@ def layer(module: nn.Module, site: Site, rotation: Rotation | None) -> tuple[Lay
     bare = _Bare(module, site)
     with bare:
         joint, bias = _affine(bare, site)
-        out, out_bias = _output(bare, site)
+        out, out_bias, gate = _output(bare, site)
         turning = rotary.measure(bare.heads, bare.TOKENS, rotation) if rotation else None
     made = Layer(
         module=site.module,
@@ -66,6 +67,8 @@ def layer(module: nn.Module, site: Site, rotation: Rotation | None) -> tuple[Lay
     tensors["out"] = out[0].permute(2, 0, 1)[:, :, None] if made.kernel else out.flatten(0, 2)
     if out_bias is not None:
         tensors["out_bias"] = out_bias
+    if gate is not None:
+        tensors["gate"] = _group(gate.unflatten(1, (made.heads, size)), made.kv_heads, groups).flatten(1)
     return made, {k: v.contiguous() for k, v in tensors.items()}, turning
 
 
@@ -171,15 +174,15 @@ def _affine(bare: _Bare, site: Site) -> tuple[list[Tensor], list[Tensor]]:
     return matrices, biases
 
 
-def _output(bare: _Bare, site: Site) -> tuple[Tensor, Tensor | None]:
-    """The output projection [Hq * D, C] and its bias [C] (None: zero)."""
+def _output(bare: _Bare, site: Site) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The output projection [Hq * D, C], its bias [C] (None: zero), and the matrix [C, Hq * D] of a gate before it."""
     size = site.heads * site.value_size
 
-    def project(rows: Tensor) -> Tensor:
+    def project(rows: Tensor, hidden: Tensor | None = None) -> Tensor:
         def attention(*args: Any, **options: Any) -> Tensor:
             return rows.view(1, len(rows), site.heads, site.value_size)
 
-        out = bare.call(torch.zeros(1, len(rows), bare.width), attention)
+        out = bare.call(torch.zeros(1, len(rows), bare.width) if hidden is None else hidden[None], attention)
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     rows = project(torch.cat([torch.zeros(1, size), UNIT * torch.eye(size)]))
@@ -188,7 +191,30 @@ def _output(bare: _Bare, site: Site) -> tuple[Tensor, Tensor | None]:
     want, got = sample @ matrix + bias, project(sample)
     if not (want - got).norm() <= TOLERANCE * got.norm():
         raise Unsupported(f"{site.module}: its output is not affine in what attention returns")
-    return matrix, (bias if bias.any() else None)
+    gate, hidden = None, _random(bare.TOKENS, bare.width)[0]
+    got = project(sample, hidden)
+    if not (want - got).norm() <= TOLERANCE * got.norm():
+        gate = _gate(project, matrix, bias, bare.width)
+        matrix = 2 * matrix  # measured where the gate is a half
+        want = (sample * torch.sigmoid(hidden @ gate)) @ matrix + bias
+        if not (want - got).norm() <= TOLERANCE * got.norm():
+            raise Unsupported(f"{site.module}: its output reads the hidden states, and not as a sigmoid of a product")
+    return matrix, (bias if bias.any() else None), gate
+
+
+def _gate(project: Callable[..., Tensor], matrix: Tensor, bias: Tensor, width: int) -> Tensor:
+    """[C, Hq * D]: what the hidden states are multiplied by in a gate sigmoid(hidden @ gate) before the projection.
+
+    matrix: the projection [Hq * D, C] through the half-open gate of hidden states that are zero. A block of channels at
+    a time, few enough to tell them apart in the output.
+    """
+    found = []
+    for block in torch.arange(len(matrix)).split(max(1, min(matrix.shape) // 2)):
+        rows = torch.zeros(width, len(matrix))
+        rows[:, block] = 1.0
+        opened = torch.linalg.lstsq(matrix[block].T, (project(rows, torch.eye(width)) - bias).T).solution.T
+        found.append(torch.logit(opened / 2))
+    return torch.cat(found, dim=1)
 
 
 def _norm(module: nn.Module, site: Site, role: str, child: str, rotation: Rotation | None) -> Norm:

@@ -27,12 +27,17 @@ class Exact(nn.Module):
         return nn.functional.layer_norm(x, x.shape[-1:], None, None, self.epsilon) * self.weight
 
 
-def measure(model: nn.Module) -> tuple[list[Norm], dict[str, Tensor]]:
-    """The norms of a model that `Exact` can stand for, and their effective weights by name. Others stay as they are."""
+def measure(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[list[Norm], dict[str, Tensor]]:
+    """The norms of a model that `Exact` can stand for, and their effective weights by name. Others stay as they are.
+
+    skip: how the names of those begin that are left alone.
+    """
     norms, tensors = [], {}
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if "Norm" not in type(module).__name__ or type(module) is nn.LayerNorm or weight is None:
+            continue
+        if path.startswith(skip):
             continue
         bias = getattr(module, "bias", None)
         if len(list(module.parameters())) != 1 + (bias is not None):

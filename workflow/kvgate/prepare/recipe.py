@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kvgate.checkpoint.seams import Step
 from kvgate.prepare.spec import Layer
 
-TENSORS = ("qkv", "bias", "norm", "shift", "norm_q", "norm_k", "out", "out_bias")
+TENSORS = ("qkv", "bias", "norm", "shift", "norm_q", "norm_k", "gate", "out", "out_bias")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Attention(nn.Module):
         chunk = joint.shape[1] > 1
         q, k, v = self.chunk(joint) if chunk else self.columns(joint)
         keys, values = step.update(layer.index, k, v)  # [Hk, D, 1, S]
-        attended = self.attend(q, keys, values, step.masks[layer.index])
+        attended = self.gated(hidden_states, self.attend(q, keys, values, step.masks[layer.index]))
         out = self.project_chunk(attended) if chunk else self.project(attended)
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
@@ -125,6 +125,12 @@ class Attention(nn.Module):
         column = mask.reshape(1, 1, -1, 1) if q.shape[3] == self.groups else mask.transpose(-1, -2)
         weights = torch.softmax(capped + column, dim=2)
         return (values.permute(0, 2, 1, 3) @ weights).permute(0, 2, 1, 3)
+
+    def gated(self, hidden_states: Tensor, attended: Tensor) -> Tensor:
+        """What attention read, [Hk, D, 1, g] or [T, Hk, D, 1, g], through the gate that some models have behind it."""
+        if self.gate is None:
+            return attended
+        return attended * torch.sigmoid(hidden_states @ self.gate).reshape(attended.shape)
 
     def _split(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         layer = self.layer

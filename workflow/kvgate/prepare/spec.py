@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvgate import contract as c
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -46,6 +48,41 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """A layer that keeps the last inputs of a convolution over each channel's `window` newest ones."""
+
+    module: str
+    index: int  # of its layer in the cache
+    channels: int
+    window: int
+
+    def states(self) -> tuple[c.State, ...]:
+        return (c.convolution(self.index, self.channels, self.window - 1),)
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A layer of linear attention by the gated delta rule, behind a convolution of its queries, keys and values."""
+
+    module: str
+    index: int
+    channels: int  # of the convolution
+    window: int
+    key_heads: int  # each serves heads / key_heads heads
+    heads: int
+    key_size: int
+    value_size: int
+    epsilon: float  # of the norm of its output
+
+    def states(self) -> tuple[c.State, ...]:
+        kept = c.recurrent(self.index, self.heads, self.key_size, self.value_size)
+        return c.convolution(self.index, self.channels, self.window - 1), kept
+
+
+Mixer = ShortConvolution | DeltaRule
+
+
+@dataclass(frozen=True)
 class Norm:
     """A norm module that is replaced by an equal one; `rms` or `layer`, over the last axis."""
 
@@ -66,6 +103,18 @@ class Spec:
     layers: tuple[Layer, ...]
     norms: tuple[Norm, ...] = ()
     top: int = 0  # about how large the largest logit is
+    convolutions: tuple[ShortConvolution, ...] = ()
+    delta_rules: tuple[DeltaRule, ...] = ()
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The layers without K and V, in order."""
+        return sorted((*self.convolutions, *self.delta_rules), key=lambda x: x.index)
+
+    @property
+    def depth(self) -> int:
+        """Layers of the cache."""
+        return len(self.layers) + len(self.mixers)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,6 +124,7 @@ class Spec:
         def tuples(x: dict[str, Any]) -> dict[str, Any]:
             return {k: tuple(v) if isinstance(v, list) else v for k, v in x.items()}
 
-        parts = {"rotations": Rotation, "layers": Layer, "norms": Norm}
+        parts: dict[str, Any] = {"rotations": Rotation, "layers": Layer, "norms": Norm}
+        parts |= {"convolutions": ShortConvolution, "delta_rules": DeltaRule}
         lists = {name: tuple(kind(**tuples(x)) for x in raw[name]) for name, kind in parts.items()}
         return Spec(**{**tuples(raw), **lists})

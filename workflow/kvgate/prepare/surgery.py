@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from kvgate.checkpoint.seams import Step
-from kvgate.prepare import norms, recipe
+from kvgate.prepare import mixers, norms, recipe
 from kvgate.prepare.rotary import Stub
 from kvgate.prepare.spec import Spec
 
@@ -33,11 +33,13 @@ class Zero(nn.Module):
 
 
 def operate(model: nn.Module, spec: Spec, step: Step, tensors: Mapping[str, Tensor]) -> None:
-    """Replace modules in place. tensors: at least the recipe's and the norms', by their full names."""
+    """Replace modules in place. tensors: at least the recipe's, the mixers' and the norms', by their full names."""
     if spec.form == "recipe":
         for layer in spec.layers:
             own = {n: tensors[key] for n in recipe.TENSORS if (key := f"{layer.module}.{n}") in tensors}
             model.set_submodule(layer.module, recipe.Attention(layer, step, own))
+    for mixer in spec.mixers:
+        model.set_submodule(mixer.module, mixers.made(mixer, step, tensors))
     for norm in spec.norms:
         weight, bias = tensors[f"{norm.module}.weight"], tensors.get(f"{norm.module}.bias")
         model.set_submodule(norm.module, norms.Exact(norm.kind, norm.epsilon, weight, bias))

@@ -42,6 +42,7 @@ class Survey:
     widths: list[int]  # of their cos and sin
     positions: str  # path of the learned-position module
     position_table: Tensor | None  # [P, C]
+    mixers: list[tuple[int, str]]  # layer and module of those that keep replaced states
 
 
 def survey(model: nn.Module) -> Survey:
@@ -53,7 +54,7 @@ def survey(model: nn.Module) -> Survey:
     path, table = _positions(model, base)
     with recorder:
         try:
-            run(base, torch.zeros(1, 1, width(model)), recorder.layers, recorder.cached)
+            run(base, torch.zeros(1, 1, width(model)), recorder.layers, recorder.cached, after=recorder.kept)
         except Unsupported:
             raise
         except Exception as why:  # foreign code called in a way that it may not know
@@ -62,20 +63,27 @@ def survey(model: nn.Module) -> Survey:
     recorder.attended()
     if not recorder.sites:
         raise Unsupported("no attention module called the attention function")
-    return Survey(recorder.sites, recorder.windows, recorder.rotations, recorder.widths, path, table)
+    return Survey(recorder.sites, recorder.windows, recorder.rotations, recorder.widths, path, table, recorder.mixers)
 
 
 def width(model: nn.Module) -> int:
     return model.get_input_embeddings().embedding_dim
 
 
-def run(base: nn.Module, embedded: Tensor, layers: int, update: seams.Update, positions: Tensor | None = None) -> Any:
+def run(
+    base: nn.Module,
+    embedded: Tensor,
+    layers: int,
+    update: seams.Update,
+    positions: Tensor | None = None,
+    after: seams.After = lambda layer, kind, state: None,
+) -> Any:
     """Call a model with embedded tokens [1, T, C] and a cache of our layers."""
     import inspect
 
     names = inspect.signature(base.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": True, "inputs_embeds": embedded}
-    kwargs["cache" if "cache" in names else "past_key_values"] = seams.cache(layers, update)
+    kwargs["cache" if "cache" in names else "past_key_values"] = seams.cache(layers, update, after)
     if "position_ids" in names:
         kwargs["position_ids"] = torch.arange(embedded.shape[1])[None] if positions is None else positions
     return base(**kwargs)
@@ -104,6 +112,7 @@ class _Recorder:
         self.names = {module: name for name, module in model.named_modules()}
         self.layers = model.config.get_text_config().num_hidden_layers
         self.sites: list[Site] = []
+        self.mixers: list[tuple[int, str]] = []
         self.windows: list[int | None] = []
         self.rotations: list[tuple[str, tuple]] = []
         self.widths: list[int] = []
@@ -156,6 +165,11 @@ class _Recorder:
         self.attended()
         self.pending = (layer, self.place())
         return key, value
+
+    def kept(self, layer: int, kind: str, state: Tensor) -> None:
+        self.attended()
+        if (layer, self.inside[-1]) not in self.mixers:
+            self.mixers.append((layer, self.inside[-1]))
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Tensor:
         name = self.names[module]

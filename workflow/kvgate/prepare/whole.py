@@ -21,7 +21,7 @@ def run(model: nn.Module, spec: Spec, step: Step, rows: Tensor) -> Tensor:
     turns = [torch.stack([rotary.at(table, t) for t in range(len(rows))]) for table in angles]
     step.rotations = [each[0] for each in turns]  # the model hands them on; the recipe's own are `turns`
     with _attending(model, spec, step, turns), seams.using(seams.attend):  # which no module calls: see _Whole
-        return survey.run(model, rows[None], len(spec.layers), lambda i, key, value: (key, value)).logits[0]
+        return survey.run(model, rows[None], spec.depth, lambda i, key, value: (key, value)).logits[0]
 
 
 @contextmanager
@@ -60,7 +60,7 @@ class _Whole(nn.Module):
         q, k, v = torch.vmap(columns)(joint[0], *self.turns)  # [T, Hk, D, 1, g], [T, Hk, D, 1, 1] twice
         self.step.rotations = before
         keys, values = (x[..., 0].permute(1, 2, 3, 0) for x in (k, v))  # [Hk, D, 1, T]
-        out = one.project(self._attend(q, keys, values))
+        out = one.project(one.gated(hidden_states, self._attend(q, keys, values)))
         if layer.residual:
             out = out + args[0]  # type: ignore[operator]
         return (out, *[None] * (layer.outputs - 1)) if layer.outputs else out

@@ -34,6 +34,7 @@ sys.exit(main(sys.argv[1:], FOLDER))
 _FIGURES = {
     "kv_l2_worst": "K and V off by at most",
     "kv_l2_median": "K and V, median",
+    "state_l2_worst": "other states off by at most",
     "logits_l2_worst": "logits off by at most",
     "logits_l2_median": "logits, median",
     "top1": "steps with the reference's best token",

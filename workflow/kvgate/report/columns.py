@@ -68,11 +68,16 @@ COLUMNS: tuple[Column, ...] = (
     ("kv_worst_tensor", _get("figures", "kv_worst", "tensor"), str),
     ("kv_worst_position", _get("figures", "kv_worst", "position"), str),
     ("kv_worst_history", _get("figures", "kv_worst", "history"), str),
+    ("state_l2_median", _get("figures", "state_median"), percent),
+    ("state_l2_worst", _get("figures", "state_worst", "value"), percent),
+    ("state_worst", _get("figures", "state_worst", "state"), str),
+    ("state_worst_position", _get("figures", "state_worst", "position"), str),
     ("logits_l2_median", _get("figures", "logits_median"), percent),
     ("logits_l2_worst", _get("figures", "logits_worst", "value"), percent),
     ("logits_raw_l2_median", _get("figures", "raw_median"), percent),
     ("logits_raw_l2_worst", _get("figures", "raw_worst", "value"), percent),
     ("kv_l2_float16", _get("figures", "float16", "kv_l2"), percent),
+    ("state_l2_float16", _get("figures", "float16", "state_l2"), percent),
     ("logits_l2_float16", _get("figures", "float16", "logits_l2"), percent),
     ("sqnr_db", _get("figures", "sqnr_db"), lambda v: f"{v:.1f}"),
     ("top1", _top1, str),
@@ -115,6 +120,16 @@ UNITS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "delta_bytes": ("returned K/V KiB a step", lambda v: f"{v / 1024:.0f}"),
     "artifact_bytes": ("artifact MiB", _mib),
 }
+
+
+# Columns that a table has only where a row has something there.
+_OPTIONAL = tuple(name for name, _, _ in COLUMNS if name.startswith("state_"))
+
+
+def names(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of a table of these rows."""
+    empty = [name for name in _OPTIONAL if not any(any(cells(v, [name], people=False)) for v in verdicts)]
+    return [name for name, _, _ in COLUMNS if name not in empty]
 
 
 def cells(verdict: Mapping[str, Any], names: Sequence[str], people: bool) -> list[str]:

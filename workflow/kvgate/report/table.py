@@ -21,6 +21,7 @@ _COMPACT = (
     ("verdict", "verdict"),
     ("kv_l2_worst", "K/V worst"),
     ("kv_l2_over_1_percent", "over 1 %"),
+    ("state_l2_worst", "state worst"),
     ("logits_l2_worst", "logits"),
     ("top1", "top-1"),
     ("tokens_end", "to end"),
@@ -67,7 +68,11 @@ def compact(verdicts: Sequence[Verdict]) -> str:
     """The rows as aligned text; columns in which all rows are equal and that only name the row stand above it."""
     shared = ("model", "weights", "platform", "backend")
     lead = [name for name in shared if len({v["row"][name] for v in verdicts}) > 1]
-    titled = [*_COMPACT, *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts))]
+    there = set(columns.names(verdicts))
+    titled = [
+        *(x for x in _COMPACT if x[0] in there),
+        *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts)),
+    ]
     rows = [[*lead, *(title for _, title in titled)]]
     names = [name for name, _ in titled]
     rows += [[*(v["row"][n] for n in lead), *columns.cells(v, names, people=True)] for v in verdicts]

@@ -43,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     if job.read("export").get("pieces"):
         text = "accuracy analysis: got a row in pieces, allowed: in one piece"
         raise record.Blocked(text, [record.finding("pieces", text)])
-    state = _state(job)
+    state = _state(job, source.contract)
     trace = Trace.load(str(job.file(f"trace.{state.program}", "trace.npz")))
     host = build.host_of(job, source)
     what = f"accuracy analysis: state ({state.program}, {state.position})"
@@ -68,8 +68,12 @@ def run(job: Job) -> dict[str, Any]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _state(job: Job) -> State:
-    """The isolated step with the worst K/V; where there is none, the forced one, else the first program's first."""
+def _state(job: Job, contract: Contract) -> State:
+    """The isolated step with the worst K/V; where there is none, the forced one, else the first program's first.
+
+    Of a model with replaced states one that the reference knows them before.
+    """
+    replaced = not all(x.appended for x in contract.states)
     found: list[tuple[float, State]] = []
     for history in ("isolated", "forced"):
         for program in job.config["programs"]:
@@ -78,6 +82,9 @@ def _state(job: Job) -> State:
                     continue
                 kv, positions = file[f"{history}/kv"], file[f"{history}/positions"]
             worst = np.where(np.isfinite(kv), kv, np.inf).reshape(len(kv), -1).max(axis=1)
+            if replaced:
+                trace = Trace.load(str(job.file(f"trace.{program}", "trace.npz")))
+                worst = np.where(np.isin(positions, trace.steps(len(trace.tokens))), worst, -1)
             n = int(worst.argmax())
             found.append((worst[n], State(program, int(positions[n]), history, finite(float(worst[n])))))
         if found:
@@ -139,7 +146,8 @@ def _compared(
     if trace.logits is not None:
         logits = metrics.l2(metrics.centred(step.logits[None]), metrics.centred(trace.logits[position][None]))
     at = np.array([position])
-    pairs = [(got[None], compare.wanted(trace, name, at)) for name, got in step.states.items()]
+    known = {x: got for x, got in step.states.items() if x not in trace.replaced or position in trace.at}
+    pairs = [(got[None], compare.wanted(trace, name, at)) for name, got in known.items()]
     worst = float(np.max([metrics.l2(got, want) for got, want in pairs])) if pairs else None  # NaN stays
     return {
         "logits_l2": logits if logits is None else finite(logits),

@@ -107,6 +107,9 @@ def opened(job: Job) -> Source:
     if quant["calibrate"] and job.read("export").get("pieces"):
         text = "pieces: got a quant that calibrates, allowed: one without: a piece's input is no text's"
         raise record.Blocked(text, [record.finding("pieces", text)])
+    replaced = [x.name for x in contract.states if not x.appended]
+    if replaced and quant["calibrate"]:
+        raise record.Blocked(f"calibration: got the replaced state {replaced[0]}, allowed: a quant without calibration")
     if quant["calibrate"]:
         capacity = contract.cache.capacity
         texts, drawn = calibration.tokens(_traces(job, "calibration"))

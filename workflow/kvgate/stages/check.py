@@ -69,19 +69,21 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]:
-    """The worst K/V delta and centred logits error of an ideal float16 run, over the programs' forced histories; the
-    isolated ones where a program has no other."""
+    """The worst K/V delta, centred logits error and, where there are such, replaced state of an ideal float16 run, over
+    the programs' forced histories; the isolated ones where a program has no other."""
     try:
         engine = Engine(ideal.written(graph_files.graph(job), job.folder / "ideal"), contract)
     finally:
         shutil.rmtree(job.folder / "ideal")
-    found: dict[str, list[float | None]] = {"kv_l2": [], "logits_l2": []}
+    found: dict[str, list[float | None]] = {"logits_l2": []}
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
         history = "isolated" if program["histories"] == ["isolated"] else "forced"
         seen = observe(engine, host, trace, [history], job.config["isolated"], _say(f"float16 {name}"))
         figures = compare.compare(contract, trace, seen)[0]["histories"][history]
-        found["kv_l2"].append(figures["kv"]["worst"]["value"])
+        for measure, field in (("kv_l2", "kv"), ("state_l2", "replaced")):
+            if figures[field]:
+                found.setdefault(measure, []).append(figures[field]["worst"]["value"])
         found["logits_l2"].append(figures["logits"]["centred"]["worst"]["value"])
     return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
 

@@ -38,8 +38,8 @@ def run(job: Job) -> dict[str, Any]:
     files: dict[str, str] = {}
     if verdict["verdict"] != "blocked":
         errors = _errors(job)
-        limit = job.config["thresholds"]["kv_l2"]["pass"]
-        body |= {"layers": _layers(errors), "first_layer": _first_layer(errors, limit), "tensors": _tensors(job)}
+        limits = job.config["thresholds"]
+        body |= {"layers": _layers(errors), "first_layer": _first_layer(errors, limits), "tensors": _tensors(job)}
         body |= {"cpu_operators": verdict["figures"]["cpu_operators"], "coverage": verdict.get("coverage", {})}
         body["permuted"] = next((x["text"] for x in verdict["findings"] if x["kind"] == "permuted"), None)
         body |= _operators(job)
@@ -91,13 +91,14 @@ def _layers(errors: dict[str, tuple[list[State], Array]]) -> list[dict[str, Any]
     return [found[layer] for layer in sorted(found)]
 
 
-def _first_layer(errors: dict[str, tuple[list[State], Array]], limit: float) -> dict[str, Any] | None:
-    """The first state whose isolated error passes the limit in most steps: what comes after it follows from it."""
+def _first_layer(errors: dict[str, tuple[list[State], Array]], limits: dict[str, Any]) -> dict[str, Any] | None:
+    """The first state whose isolated error passes its limit in most steps: what comes after it follows from it."""
     if "isolated" not in errors:
         return None
     states, values = errors["isolated"]
     medians = np.nanmedian(values, axis=0)
-    over = [(state.layer, n) for n, state in enumerate(states) if medians[n] > limit]
+    allowed = [limits["kv_l2" if state.appended else "state_l2"]["pass"] for state in states]
+    over = [(state.layer, n) for n, state in enumerate(states) if medians[n] > allowed[n]]
     if not over:
         return None
     n = min(over)[1]
@@ -114,9 +115,11 @@ def _tensors(job: Job) -> list[dict[str, Any]]:
     high = dict.fromkeys(host.buffers, 0.0)
     for label in job.labels("trace"):
         trace = Trace.load(str(job.file(label, "trace.npz")))
-        host.fill(trace.tokens.tolist(), trace.states, min(len(trace.tokens), contract.cache.capacity))
-        for name, buffer in host.buffers.items():
-            low[name], high[name] = min(low[name], float(buffer.min())), max(high[name], float(buffer.max()))
+        length = min(len(trace.tokens), contract.cache.capacity)
+        for position in trace.at[trace.at < length] if trace.replaced else [length - 1]:
+            host.fill(trace.tokens.tolist(), trace.before(int(position) + 1), int(position) + 1)
+            for name, buffer in host.buffers.items():
+                low[name], high[name] = min(low[name], float(buffer.min())), max(high[name], float(buffer.max()))
     built = {t["name"]: t for t in job.read("build")["boundary"]["inputs"]}
     outside = job.read("judge").get("coverage", {})
     return [

@@ -90,7 +90,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "nodes": len(graph.model.graph.node),
         "vocabulary": spec.vocabulary,
         "hidden": spec.hidden,
-        "layers": len(spec.layers),
+        "layers": spec.depth,
         "sums": graph.sums,
         "pieces": [x.contract.part for x in graph.pieces],
         "terms": len(prepared["sums"]),

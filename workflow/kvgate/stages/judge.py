@@ -141,8 +141,9 @@ def _limit(verdict: str, dtype: str, float16: Mapping[str, float | None] | None)
     """Beside a float16 row's error the one that no float16 run of the model is free of: no fault to look for."""
     if verdict == "pass" or dtype != "fp16" or not float16:
         return ""
-    kv, logits = (wording.percent(float16[name]) for name in ("kv_l2", "logits_l2"))
-    return f"; float16's own limit for this model: K/V {kv}, logits {logits}"
+    titles = {"kv_l2": "K/V", "state_l2": "states", "logits_l2": "logits"}
+    texts = (f"{title} {wording.percent(float16[name])}" for name, title in titles.items() if name in float16)
+    return f"; float16's own limit for this model: {', '.join(texts)}"
 
 
 def _evidence(
@@ -187,8 +188,9 @@ def _as_built(job: Job, evidence: explanations.Evidence) -> explanations.Evidenc
 
 
 def _checked(check: dict[str, Any]) -> float | None:
-    """The check's worst L2, of logits and K/V; None where it compared nothing or something that is not finite."""
-    values = [facts[name] for facts in check.get("programs", {}).values() for name in ("logits_l2", "kv_l2")]
+    """The check's worst L2, of logits and states; None where it compared nothing or something that is not finite."""
+    names = ("logits_l2", "kv_l2", "state_l2")
+    values = [facts[name] for facts in check.get("programs", {}).values() for name in names if name in facts]
     return max(values) if values and None not in values else None
 
 

@@ -54,6 +54,7 @@ def run(job: Job) -> dict[str, Any]:
                 except ValueError as why:
                     _refuse(f"preparation {name}: {why}")
         prepared = prepare(model, job.wildcards["form"])
+        _refuse_replaced(prepared.spec, steps)
         work = _changed(job, prepared, steps)
         tensors, bases = work.tensors(), work.bases()
         index, digest = blob.write(job.folder / "weights.bin", tensors)
@@ -87,6 +88,13 @@ def run(job: Job) -> dict[str, Any]:
         "parameter_bytes": sum(x.nbytes for x in tensors.values()),
         "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in names},
     }
+
+
+def _refuse_replaced(spec: Any, steps: list[Any]) -> None:
+    """A step that changes weights knows the tensors of attention, not those of layers that keep other states."""
+    changing = [name for name, step, _ in steps if any(hasattr(step, hook) for hook in HOOKS)]
+    if changing and spec.mixers:
+        _refuse(f"preparation {changing[0]}: got {spec.mixers[0].module}, which caches no K and V, allowed: plain")
 
 
 def _choice(job: Job, chosen: list[dict[str, Any]]) -> str:

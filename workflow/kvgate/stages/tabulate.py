@@ -11,10 +11,9 @@ from kvgate.jobs import record, store
 from kvgate.jobs.job import Job
 from kvgate.judging import judged
 from kvgate.report import bundle, columns, ship, table
-from kvgate.report.columns import COLUMNS, UNITS
+from kvgate.report.columns import UNITS
 
 TAKES_BLOCKED = True
-NAMES = [name for name, _, _ in COLUMNS]
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -25,8 +24,9 @@ def run(job: Job) -> dict[str, Any]:
     """
     sweep = job.wildcards["sweep"]
     verdicts = [judged.read(path) for path in job.inputs.values()]
-    rows = [columns.cells(v, NAMES, people=False) for v in verdicts]
-    tsv = "\n".join("\t".join(cells) for cells in [NAMES, *rows]) + "\n"
+    names = columns.names(verdicts)
+    rows = [columns.cells(v, names, people=False) for v in verdicts]
+    tsv = "\n".join("\t".join(cells) for cells in [names, *rows]) + "\n"
     texts = {"acceptance.tsv": tsv, "acceptance.md": _markdown(sweep, verdicts)}
     files = {name: record.write_bytes(job.folder / name, text.encode()) for name, text in texts.items()}
     shown = Path(job.results.name)  # no absolute path in a record
@@ -35,7 +35,7 @@ def run(job: Job) -> dict[str, Any]:
     store.prune(job.results, job.config["store_gb"])
     return {
         "files": files,
-        "rows": [dict(zip(NAMES, cells, strict=True)) for cells in rows],
+        "rows": [dict(zip(names, cells, strict=True)) for cells in rows],
         "counts": {name: sum(v["verdict"] == name for v in verdicts) for name in table.VERDICTS},
         "bundles": {f"bundles/{sweep}/{path}": sha for path, sha in written.made.items()},
         "announce": f"\n{table.compact(verdicts)}\n{table.summary(shown, verdicts, len(verdicts), shelf)}",
@@ -43,12 +43,13 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _markdown(sweep: str, verdicts: list[dict[str, Any]]) -> str:
+    names = columns.names(verdicts)
     counts = ", ".join(f"{sum(v['verdict'] == name for v in verdicts)} {name}" for name in table.VERDICTS)
-    titles = [UNITS[name][0] if name in UNITS else name.replace("_", " ") for name in NAMES]
+    titles = [UNITS[name][0] if name in UNITS else name.replace("_", " ") for name in names]
     lines = [f"# Sweep {sweep}: {counts}", "", "L2 is normalized, in percent. Cycles and traffic are predicted by the"]
     lines[-1] += " compiler. Raw values: acceptance.tsv. Where a gate broke: the row's verdict.json."
     lines += ["", _row(titles), _row(["---"] * len(titles))]
-    lines += [_row(columns.cells(v, NAMES, people=True)) for v in verdicts]
+    lines += [_row(columns.cells(v, names, people=True)) for v in verdicts]
     return "\n".join(lines) + "\n"
 
 
