@@ -158,10 +158,10 @@ def observe(
     return found
 
 
-Row = tuple[int, list[int], Step]  # first position, tokens fed, what came back
+Ran = tuple[int, list[int], Step]  # first position, tokens fed, what came back
 
 
-def _run(engine: Engine, host: Host, tokens: Sequence[int] | Array) -> Row:
+def _run(engine: Engine, host: Host, tokens: Sequence[int] | Array) -> Ran:
     position, fed = host.length, [int(t) for t in tokens]
     outputs = engine.step(host.feeds(fed))
     # One token as those host halves take it that tests put in the place of the right ones.
@@ -170,7 +170,7 @@ def _run(engine: Engine, host: Host, tokens: Sequence[int] | Array) -> Row:
 
 def _isolated(
     engine: Engine, host: Host, trace: Trace, chunks: list[tuple[int, int]], progress: Callable[[str], None]
-) -> list[Row]:
+) -> list[Ran]:
     rows = []
     for n, (position, count) in enumerate(chunks):
         host.fill(trace.tokens.tolist(), trace.before(position), position)
@@ -198,7 +198,7 @@ def _forced(
 def _free(engine, host, trace, room, forced, diverged, state, progress) -> dict[str, Array]:  # type: ignore[no-untyped-def]
     """Own tokens from the divergence on, to an end-of-text token, the reference's cap, or the full cache."""
     generated = [int(t) for t in trace.tokens[trace.prompt : (diverged if diverged >= 0 else room) + 1]]
-    rows: list[Row] = []
+    rows: list[Ran] = []
     if diverged >= 0:
         host.restore(state)
         generated.append(int(forced[diverged][2].logits.argmax()))
@@ -212,7 +212,7 @@ def _free(engine, host, trace, room, forced, diverged, state, progress) -> dict[
     return found | {"free/tokens": np.array(generated, np.int64), "free/diverged": np.array(step)}
 
 
-def _pack(history: str, rows: list[Row], trace: Trace, contract: c.Contract) -> dict[str, Array]:
+def _pack(history: str, rows: list[Ran], trace: Trace, contract: c.Contract) -> dict[str, Array]:
     known = set(trace.at.tolist())
     steps = [step for _, _, step in rows]
     logits = [s.logits for s in steps if s.logits is not None]

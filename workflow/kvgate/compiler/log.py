@@ -111,7 +111,7 @@ def last_error(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class Line:
     """A row of the compiler's layer table. The table is in execution order: never read outputs' order from it."""
 
     operator: str
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    rows: tuple[Row, ...]
+    rows: tuple[Line, ...]
     text: str  # as printed, without time stamps
     weights: float | None  # units of 1024 bytes
     internal: float | None  # units of 1024 bytes
@@ -146,7 +146,7 @@ class Table:
         }
 
 
-def _by_operator(rows: Iterable[Row]) -> dict[str, int]:
+def _by_operator(rows: Iterable[Line]) -> dict[str, int]:
     """`Operator@Target` -> predicted cycles; only operators that have some."""
     found: Counter[str] = Counter()
     for row in rows:
@@ -190,10 +190,10 @@ def table(text: str) -> Table:
     return Table(tuple(rows), "\n".join(kept) + "\n", _size(tail, "Weight"), _size(tail, "Internal"))
 
 
-def _row(got: dict[str, str | None]) -> Row:
+def _row(got: dict[str, str | None]) -> Line:
     name = (got.get("name") or "").strip()
     cycles, traffic = got.get("cycles"), got.get("traffic")
-    return Row(
+    return Line(
         got.get("operator") or "",
         got.get("dtype") or "",
         got.get("target") or "",

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,31 @@ from kvgate.prepare.spec import Spec
 OUT = ".out"  # how the names of state outputs end
 
 
-def strategy(name: str) -> Any:
+class GraphHalf(Protocol):
+    """What a strategy's graph.py gives, of steps of `tokens` tokens."""
+
+    def columns(self, capacity: int, tokens: int) -> int:
+        """How many columns attention sees."""
+
+    def returned(self, capacity: int, tokens: int) -> int:
+        """How many slots every returned cache tensor has."""
+
+    def extras(self, cache: c.Cache, tokens: int) -> list[c.Tensor]:
+        """What the graph reads besides the embedding, masks, rotations and the cache."""
+
+    def write(self, history: Tensor, new: Tensor, axis: int, extra: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """What attention sees and what is returned; `axis` is that of the slots, `new` has one a token.
+
+        extra: the graph's inputs by name; what a strategy works out once for all layers it may keep in there.
+        """
+
+
+def strategy(name: str) -> GraphHalf:
     """The graph half of a strategy. Raises ValueError naming those known."""
     known = sorted(x.parent.name for folder in strategies.__path__ for x in Path(folder).glob("*/graph.py"))
     if name not in known:
         raise ValueError(f"strategy module: got {name!r}, known: {', '.join(known)}")
-    return importlib.import_module(f"kvgate.strategies.{name}.graph")
+    return importlib.import_module(f"kvgate.strategies.{name}.graph")  # type: ignore[return-value]
 
 
 class Decoder(nn.Module):

@@ -20,7 +20,7 @@ from kvgate.jobs.job import record_path
 from kvgate.jobs.rows import ROW
 from kvgate.remote import agent_zip
 from kvgate.report import bundle_text, ship
-from kvgate.report.bundle_row import TABLES, TOKENIZER, Refused, Row, Source
+from kvgate.report.bundle_row import TABLES, TOKENIZER, Refused, RowFiles, Source
 from kvgate.serving import today
 
 FACTS, SUMS = "bundle.json", "SHA256SUMS"
@@ -55,7 +55,7 @@ def write(results: Path, name: str, verdicts: Iterable[Mapping[str, Any]], wante
     for path, verdict in rows.items():
         folder = root / path
         try:
-            row = Row(results, verdict, folder)
+            row = RowFiles(results, verdict, folder)
             _replace(folder, row, made)
             row.hold()
             found.made[path] = record.sha256(folder / SUMS)
@@ -121,7 +121,7 @@ def _clear(root: Path, wanted: set[Path]) -> None:
             folder.rmdir()
 
 
-def _replace(folder: Path, row: Row, made: Made) -> None:
+def _replace(folder: Path, row: RowFiles, made: Made) -> None:
     """Make a row's bundle beside `folder`, and put it there if it is another one."""
     part, old = (folder.with_name(f".{folder.name}.{end}") for end in ("part", "old"))
     _remember(folder, made)
@@ -154,7 +154,7 @@ def _remember(folder: Path, made: Made) -> None:
         return
 
 
-def _fill(part: Path, row: Row, made: Made) -> None:
+def _fill(part: Path, row: RowFiles, made: Made) -> None:
     tokenizer = _tokenizer(row, made)
     facts, sources = row.facts(tokenizer["special"]), row.sources()
     if tokenizer[TOKENIZER] is None or not _same_json(sources.get(TOKENIZER), tokenizer[TOKENIZER]):
@@ -192,7 +192,7 @@ def _code(strategy: str) -> dict[str, bytes]:
     return agent_zip.tree(digest.closure(f"{digest.PACKAGE}.{x}" for x in modules([strategy])))
 
 
-def _half(row: Row, path: Path, made: Made) -> None:
+def _half(row: RowFiles, path: Path, made: Made) -> None:
     """host.npz in float16; made once for all rows that have the same."""
     if row.tables in made.tables:
         record.link(made.tables[row.tables], path)
@@ -225,7 +225,7 @@ def half(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _tokenizer(row: Row, made: Made) -> dict[str, Any]:
+def _tokenizer(row: RowFiles, made: Made) -> dict[str, Any]:
     """The tokenizer as the reference uses it: tokenizer.json and the template as text, None where there is none."""
     if row.tokenizer not in made.tokenizers:
         try:

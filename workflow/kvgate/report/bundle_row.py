@@ -38,7 +38,7 @@ class Source:
         return self.above.parent / self.name
 
     def put(self, target: Path) -> str:
-        """Bring it to `target`; returns its sha256. Raises Refused; of what is linked `Row.hold` does, in its place."""
+        """Bring it to `target`; returns its sha256. Raises Refused; for what is linked `RowFiles.hold` does."""
         if self.large:
             record.link(self.path, target)
             return str(self.sha256)
@@ -54,7 +54,7 @@ class Source:
         return got
 
 
-class Row:
+class RowFiles:
     """A row's files and records in the results folder."""
 
     def __init__(self, results: Path, verdict: Mapping[str, Any], folder: Path) -> None:

@@ -4,9 +4,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvgate.jobs.job import record_path
+from kvgate.jobs.rows import Row
 from kvgate.judging import judged
 from kvgate.report import bundle, columns, ship
 
@@ -36,14 +37,6 @@ _COMPACT = (
 )
 # Only where a board has measured something.
 _MEASURED = (("total_ms", "ms a token"), ("tokens_per_second", "tokens/s"))
-
-
-class Row(Protocol):
-    """A row of the sweep (jobs/rows.py)."""
-
-    def wildcards(self) -> dict[str, str]: ...
-
-    def matches(self, pattern: dict[str, Any]) -> bool: ...
 
 
 def path(results: Path, row: Mapping[str, str]) -> Path:
