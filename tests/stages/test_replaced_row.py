@@ -11,8 +11,11 @@ from kvgate.board.ort import Engine
 from kvgate.checkpoint import reference
 from kvgate.contract import Contract
 from kvgate.jobs import record
+from kvgate.jobs.job import Job
+from kvgate.observe import Trace
 from kvgate.report import columns
 from kvgate.serving.context import Context, Options, Run
+from kvgate.stages import accuracy
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS = {
@@ -103,3 +106,20 @@ def test_a_context_starts_over_where_a_prompt_does_not_go_on(rows, strategy):
         run = Run(len(prompt))
         assert list(context.generate(prompt, Options(max_tokens=6), run)) == wanted[tuple(prompt)]
         assert run.reused == 0
+
+
+def test_only_steps_that_the_reference_can_feed_are_analysed(tmp_path):
+    """Of a forced history alone: the worst step is none whose states are not known before it."""
+    at = np.array([0, 4, 5, 9])
+    trace = Trace(np.zeros(10, np.int64), 10, False, (), {}, None, {"layers.0.recurrent": np.zeros((4, 1))}, at)
+    trace.save(str(tmp_path / "trace.npz"))
+    record.write(tmp_path / "trace.json", {"files": {"trace.npz": record.sha256(tmp_path / "trace.npz")}})
+    (tmp_path / "a").mkdir()
+    kv = np.linspace(0.1, 1.0, 10)[:, None]
+    np.savez(tmp_path / "a" / "metrics.npz", **{"forced/kv": kv, "forced/positions": np.arange(10)})
+    files = {"a/metrics.npz": record.sha256(tmp_path / "a" / "metrics.npz")}
+    record.write(tmp_path / "metrics.json", {"files": files})
+    inputs = {"verify": tmp_path / "metrics.json", "trace.a": tmp_path / "trace.json"}
+    job = Job("accuracy", {}, {"programs": {"a": {}}}, inputs, tmp_path)
+    assert accuracy._state(job).position == 9
+    assert accuracy._state(job, replaced=True).position == 5

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 COPIED = (
     *("Snakefile", "workflow", "config", "envs", "profiles", "tests/texts"),
-    *("tests/workflow/tiny.yaml", "tests/workflow/boards.yaml"),
+    *(f"tests/workflow/{name}.yaml" for name in ("tiny", "boards", "replaced")),
 )
 
 

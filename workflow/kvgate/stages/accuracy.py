@@ -43,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     if job.read("export").get("pieces"):
         text = "accuracy analysis: got a row in pieces, allowed: in one piece"
         raise record.Blocked(text, [record.finding("pieces", text)])
-    state = _state(job, source.contract)
+    state = _state(job, replaced=not all(x.appended for x in source.contract.states))
     trace = Trace.load(str(job.file(f"trace.{state.program}", "trace.npz")))
     host = build.host_of(job, source)
     what = f"accuracy analysis: state ({state.program}, {state.position})"
@@ -68,12 +68,11 @@ def run(job: Job) -> dict[str, Any]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _state(job: Job, contract: Contract) -> State:
+def _state(job: Job, replaced: bool = False) -> State:
     """The isolated step with the worst K/V; where there is none, the forced one, else the first program's first.
 
-    Of a model with replaced states one that the reference knows them before.
+    replaced: the model has such states; then a step that the reference knows them before and after.
     """
-    replaced = not all(x.appended for x in contract.states)
     found: list[tuple[float, State]] = []
     for history in ("isolated", "forced"):
         for program in job.config["programs"]:
