@@ -102,6 +102,8 @@ class Model:
         (folder / "model.onnx").write_bytes(graph.model.SerializeToString(deterministic=True))
         contract = replace(contract, host_sha256=decode.contract.host_sha256)
         (folder / "contract.json").write_text(contract.to_json())
+        files = {name: record.sha256(folder / name) for name in ("model.onnx", "contract.json", "host.npz")}
+        record.write(folder / "graph.json", {"status": "ok", "contract": contract.digest, "files": files})
         return Graph(folder)
 
     def build(
@@ -126,7 +128,8 @@ class Model:
         entry = {"mask": -10000, "calibrate": False, "config": {}, "build": {}, "hybrid": {}} | (quant or {})
         config = {"quant": entry, "programs": programs, "isolated": isolated, "timeout": 300}
         config["calibration"] = {"samples": 8}
-        job = self._job("build", {"strategy": name, "platform": "rk3576", "quant": "q"}, config, inputs)
+        names = {"strategy": name, "platform": "rk3576", "quant": "q", "part": graph.folder.name}
+        job = self._job("build", names, config, inputs)
         body = build.run(job) | {"status": "ok"}
         record.write(job.record, body)
         return body | ({"observed": dict(np.load(job.folder / "observations" / "text.npz"))} if trace else {})

@@ -38,17 +38,16 @@ def chunk(layer: Layer, columns: int, capacity: int, positions: Tensor, form: st
     slots = torch.arange(capacity, dtype=torch.float32)
     if layer.bfloat16:
         table = torch.from_numpy(rounded(layer.slopes, capacity) * np.float32(layer.bfloat16))  # [heads, capacity]
-        found = torch.relu(1 - (slots - positions.view(-1, 1)).abs())  # [T, capacity]
+        # [T, capacity] 0, .., 1, .., 0 as above; with the slots first the difference would run on the CPU.
+        found = torch.relu(1 - (positions.view(1, -1, 1) - slots).abs())[0]
         own = (found @ table.t().contiguous()).t()  # [heads, T]
         keys = torch.cat([table, own], 1) if columns > capacity else table
-        distances = keys[:, None] - own[:, :, None]
+        biases = keys[None, :, None] - own[None, :, :, None]
     else:
         own = positions.view(-1)
         keys = torch.cat([slots, own]) if columns > capacity else slots
-        distances = torch.tensor(layer.slopes).view(-1, 1, 1) * (keys - own[:, None])
-    if form == "plain":
-        return distances[None]
-    return distances.reshape(layer.kv_heads, 1, -1, columns)
+        biases = torch.tensor(layer.slopes).view(1, -1, 1, 1) * (keys - own[:, None])
+    return biases if form == "plain" else biases.reshape(layer.kv_heads, 1, -1, columns)
 
 
 def rounded(slopes: tuple[float, ...], count: int) -> np.ndarray:

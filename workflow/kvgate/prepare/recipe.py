@@ -4,13 +4,13 @@ A KV head's query columns, its key and its value stand side by side, channels fi
 repeated, nothing is transposed, the g queries of a group are g rows of one fused attention, and the rotation is one
 product. The tensors come from measure_attention.py, already in this order.
 
-Of T tokens the same product's columns come first and the tokens last, [Hk, D, g + 2, T]: as a convolution leaves them,
-and K and V as the cache has them. The T * g queries are rows of one fused attention. Each token has angles of its own,
-so the rotation is x * cos + (R x) * sin with one constant R.
+Of T tokens the tokens come last, as a convolution leaves them: [Hk, D, 1, (g + 2) * T], a column's tokens side by side.
+K and V are then cut off as the cache has them, and the g * T queries are rows of one fused attention. Each token has
+angles of its own, so the rotation is x * cos + (R x) * sin with one constant R.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,19 @@ class Angles:
     sine: Tensor
     turn: Tensor  # [D(out), D(in)], a signed permutation
     turned: Tensor | None = None  # [D(out), D(in)]
+    wide: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by n, [1, D, 1, n * T]
 
-    def apply(self, columns: Tensor) -> Tensor:
-        """[Hk, D, n, T] of the same."""
-        rotated = columns * self.cosine + _channels(self.turn, columns) * self.sine
+    def apply(self, columns: Tensor, n: int) -> Tensor:
+        """[Hk, D, 1, n * T] of the same."""
+        if n not in self.wide:  # the same for every layer: once in the graph
+            self.wide[n] = torch.cat([self.cosine] * n, 3), torch.cat([self.sine] * n, 3)
+        cosine, sine = self.wide[n]
+        rotated = columns * cosine + _channels(self.turn, columns) * sine
         return rotated if self.turned is None else _channels(self.turned, rotated)
 
 
 def _channels(matrix: Tensor, columns: Tensor) -> Tensor:
-    """A matrix [D(out), D(in)] on the channels of [Hk, D, n, T]."""
+    """A matrix [D(out), D(in)] on the channels of [Hk, D, 1, n]."""
     return nn.functional.conv2d(columns, matrix[:, :, None, None])
 
 
@@ -72,35 +76,37 @@ class Attention(nn.Module):
         return self._whole_norm(joint) if self.layer.norm == "all" else self._split(joint)
 
     def chunk(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [Hk, D, 1, g * T], a query's tokens side by side, k and v [Hk, D, 1, T] of the joint product
-        [1, T, columns]."""
-        layer, one = self.layer, self.layer.kv_heads * self.layer.key_size
+        """q [Hk, D, 1, g * T], k and v [Hk, D, 1, T] of the joint product [1, T, columns]."""
+        layer, groups, tokens = self.layer, self.groups, int(joint.shape[1])
         if layer.norm == "all":
-            q, k, v = joint.split([one * self.groups, one, one], dim=2)
+            one = layer.kv_heads * layer.key_size
+            q, k, v = joint.split([one * groups, one, one], dim=2)
             q = self._tokens_last(_rms(q, 2, layer.epsilon[0]) * self.norm_q)
             k = self._tokens_last(_rms(k, 2, layer.epsilon[1]) * self.norm_k)
-            return self._turn(q).flatten(2)[:, :, None], self._turn(k), self._tokens_last(v)
-        both, v = self._tokens_last(joint).split([self.groups + 1, 1], dim=2)
+            return self._turn(q, groups), self._turn(k, 1), self._tokens_last(v)
+        both, v = self._tokens_last(joint).split([(groups + 1) * tokens, tokens], dim=3)
         if layer.late:
-            both = self._turn(both)
+            both = self._turn(both, groups + 1)
         if layer.norm:
-            both = _rms(both, 1, layer.epsilon[0]) * self._column(self.norm)
+            both = _rms(both, 1, layer.epsilon[0]) * self._each(self.norm, tokens)
             if self.shift is not None:
-                both = both + self._column(self.shift)
+                both = both + self._each(self.shift, tokens)
         if not layer.late:
-            both = self._turn(both)
-        q, k = both.split([self.groups, 1], dim=2)
-        return q.flatten(2)[:, :, None], k, v
+            both = self._turn(both, groups + 1)
+        q, k = both.split([groups * tokens, tokens], dim=3)
+        return q, k, v
 
     def _tokens_last(self, x: Tensor) -> Tensor:
-        """[Hk, D, n, T] of [1, T, Hk * D * n]."""
-        return x.permute(0, 2, 1).reshape(self.layer.kv_heads, self.layer.key_size, -1, x.shape[1])
+        """[Hk, D, 1, n * T] of [1, T, Hk * D * n]."""
+        return x.permute(0, 2, 1).reshape(self.layer.kv_heads, self.layer.key_size, 1, -1)
 
-    def _turn(self, columns: Tensor) -> Tensor:
-        return columns if self.layer.rotation is None else self.step.rotations[self.layer.rotation].apply(columns)
+    def _turn(self, columns: Tensor, n: int) -> Tensor:
+        """[Hk, D, 1, n * T] rotated."""
+        return columns if self.layer.rotation is None else self.step.rotations[self.layer.rotation].apply(columns, n)
 
-    def _column(self, weight: Tensor) -> Tensor:
-        return weight.permute(0, 1, 3, 2)
+    def _each(self, weight: Tensor, tokens: int) -> Tensor:
+        """[Hk or 1, D, 1, g + 1] for each of the tokens: only as [.., D, 1, columns] the compiler fuses it rightly."""
+        return torch.cat([weight.permute(0, 1, 3, 2)] * tokens, 3).reshape(*weight.shape[:2], 1, -1)
 
     def project_chunk(self, attended: Tensor) -> Tensor:
         """[Hk, D, 1, g * T] -> [1, T, C]."""

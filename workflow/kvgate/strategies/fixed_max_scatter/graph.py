@@ -35,7 +35,7 @@ def _index(new: Tensor, axis: int, slot: Tensor) -> Tensor:
     rows = torch.stack([x.flatten() for x in leading], 1)
     if len(slot) == 1:
         return torch.cat([rows, slot.expand(len(rows))[:, None]], 1)
-    slots = torch.cat([slot] * len(rows))[:, None]  # slots last in `rows` of a product of all: an Expand less
+    slots = torch.cat([slot] * len(rows))[:, None]  # the compiler (2.5.0) fails on an Expand before a Reshape
     return torch.cat([rows.repeat_interleave(len(slot), 0), slots], 1)
 
 
