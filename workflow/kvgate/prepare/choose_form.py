@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,11 +84,11 @@ def _rows(model: nn.Module) -> Tensor:
 
 
 def _recipe(
-    model: nn.Module, found: survey.Survey, mixing: list[Mixer], mixed: dict[str, Tensor]
+    model: nn.Module, found: survey.Survey, mixing: Sequence[Mixer] = (), mixed: Mapping[str, Tensor] | None = None
 ) -> tuple[Spec, dict[str, Tensor]]:
     """mixing, mixed: the layers without K and V, and their tensors."""
     layers: list[Layer] = []
-    tensors: dict[str, Tensor] = dict(mixed)
+    tensors: dict[str, Tensor] = dict(mixed or {})
     rotations: list[Rotation] = []
     for site in found.sites:
         plain = None
@@ -115,7 +116,7 @@ def _recipe(
 
 
 def _plain(
-    found: survey.Survey, model: nn.Module, reason: str, mixing: list[Mixer], mixed: dict[str, Tensor]
+    found: survey.Survey, model: nn.Module, reason: str, mixing: Sequence[Mixer], mixed: Mapping[str, Tensor]
 ) -> tuple[Spec, dict[str, Tensor]]:
     rotations = [Rotation(p, a, w) for (p, a), w in zip(found.rotations, found.widths, strict=True)]
     layers = []
@@ -130,10 +131,10 @@ def _plain(
             raise blocked("attention", text)
     replaced, weights = norms.measure(model, _inside(mixing))
     spec = _spec(model, found, "plain", reason, layers, rotations, mixing)
-    return replace(spec, norms=tuple(replaced)), mixed | weights
+    return replace(spec, norms=tuple(replaced)), {**mixed, **weights}
 
 
-def _inside(mixing: list[Mixer]) -> tuple[str, ...]:
+def _inside(mixing: Sequence[Mixer]) -> tuple[str, ...]:
     """How the names of their own modules begin."""
     return tuple(f"{x.module}." for x in mixing)
 
@@ -145,7 +146,7 @@ def _spec(
     reason: str,
     layers: list[Layer],
     rotations: list[Rotation],
-    mixing: list[Mixer],
+    mixing: Sequence[Mixer],
 ) -> Spec:
     return Spec(
         form=form,
