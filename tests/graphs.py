@@ -2,23 +2,18 @@
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import families
 import numpy as np
-import torch
-from kvgate.checkpoint import load
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
-from kvgate.export import blob, decoder, onnx_file
 from kvgate.jobs import record
 from kvgate.jobs.job import Job
 from kvgate.observe import Trace
-from kvgate.prepare import surgery, widened
-from kvgate.prepare.spec import Spec
 from kvgate.stages import build, export, prepare
 from kvgate.strategies.host import Host
 
@@ -52,14 +47,16 @@ class Model:
     def export(
         self, module: str, form: str = "recipe", capacity: int = 8, steps: Sequence[str] = (), **cache: Any
     ) -> "Graph":
-        """A graph of the strategy; made once. steps: preparations; cache: layout, rank, packing if not the defaults."""
-        rest = {"layout": "channels", "rank": 4, "packing": "apart", "layers": 0} | cache
+        """A graph of the strategy; made once. steps: preparations; cache: layout, rank, packing, layers of a piece and
+        tokens of a prefill step if not the defaults."""
+        rest = {"layout": "channels", "rank": 4, "packing": "apart", "layers": 0, "prefill": 0} | cache
         strategy = {"module": module, "capacity": capacity, "form": form, **rest}
         name = "_".join(str(x) for x in (module, form, *rest.values(), capacity))
         inputs, names = {"fetch": self.checkpoint / "manifest.json"}, {"weights": _weights(steps)}
         if form != "exporter":
             self.prepare(form, *steps)
             inputs["prepare"] = self._job("prepare", {"form": form, **names}, {}, {}).record
+        names["part"] = "prefill" if rest["prefill"] else "decode"
         job = self._job("export", {"strategy": name, **names}, {"strategy": strategy}, inputs)
         if not job.record.exists():
             record.write(job.record, export.run(job) | {"status": "ok"})
@@ -74,37 +71,8 @@ class Model:
         steps: Sequence[str] = (),
         **cache: Any,
     ) -> "Graph":
-        """The prefill part of the same row, on the same weights file, beside that of `export`; made once."""
-        decode = self.export(module, form, capacity, steps, **cache)
-        folder = decode.folder.parent / f"prefill{tokens}"
-        if folder.exists():
-            return Graph(folder)
-        prepared = self.prepare(form, *steps)
-        source = self._job("prepare", {"form": form, "weights": _weights(steps)}, {}, {}).folder
-        spec = Spec.from_dict(prepared["spec"])
-        contract = decoder.contract(spec, module, decode.contract.cache, part="prefill", tokens=tokens)
-        weights = blob.read(source / "weights.bin", prepared["tensors"])
-        tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
-        signs = {name: tensors[name].numpy() for name in prepared["widened"].values()}
-        for name, of in prepared["widened"].items():
-            tensors[name] = tensors[name][: widened.rows(tensors[name], signs[of])]
-        with np.load(source / "tables.npz") as tables:
-            turned = {int(n.partition(".")[2]): torch.from_numpy(x) for n, x in tables.items() if n[:7] == "turned."}
-        made = decoder.Decoder(load.shell(self.checkpoint), spec, contract, tensors, turned)
-        surgery.fill(made.model, tensors)
-        sums, wide = prepared["sums"], prepared["widened"]
-        graph = onnx_file.export(
-            made, prepared["tensors"], "weights.bin", sums, wide, signs, compensated=prepared["compensated"]
-        )
-        folder.mkdir()
-        for name in ("weights.bin", "host.npz"):
-            record.link(decode.folder / name, folder / name)
-        (folder / "model.onnx").write_bytes(graph.model.SerializeToString(deterministic=True))
-        contract = replace(contract, host_sha256=decode.contract.host_sha256)
-        (folder / "contract.json").write_text(contract.to_json())
-        files = {name: record.sha256(folder / name) for name in ("model.onnx", "contract.json", "host.npz")}
-        record.write(folder / "graph.json", {"status": "ok", "contract": contract.digest, "files": files})
-        return Graph(folder)
+        """The prefill part of the same row, on the same weights file; made once."""
+        return self.export(module, form, capacity, steps, prefill=tokens, **cache)
 
     def build(
         self,

@@ -20,6 +20,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
     import torch
 
     from kvgate.checkpoint import load
@@ -42,7 +43,9 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     signs = {name: tensors[name].numpy() for name in prepared["widened"].values()}
     for name, of in prepared["widened"].items():  # the model itself is traced at its own width
         tensors[name] = tensors[name][: widened.rows(tensors[name], signs[of])]
-    made = decoder.Decoder(load.shell(job.checkpoint()), spec, contract, tensors)
+    with np.load(job.file("prepare", "tables.npz")) as tables:
+        turned = {int(name[7:]): torch.from_numpy(x) for name, x in tables.items() if name.startswith("turned.")}
+    made = decoder.Decoder(load.shell(job.checkpoint()), spec, contract, tensors, turned)
     surgery.fill(made.model, tensors)
     host_digest = _host(job, made)
     try:
@@ -61,7 +64,9 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
     except torch.onnx.errors.OnnxExporterError as why:
         text = f"the ONNX exporter refuses the model: {str(why).strip().splitlines()[0]}"
         raise blocked("exporter", text) from why
-    if prepared["compensated"] and not graph.sums:  # else the weights' name would promise what is not there
+    if (
+        prepared["compensated"] and not graph.sums and part == DECODE
+    ):  # else the weights' name would promise what is not there
         text = "preparation compensate: got no residual stream of at least two sums in the graph"
         raise blocked("preparation", text)
     contract = replace(contract, host_sha256=host_digest, shift=graph.shift)
