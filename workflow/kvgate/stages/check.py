@@ -38,7 +38,10 @@ def run(job: Job) -> dict[str, Any]:
     exported = job.read("export")
     moved = "moved.npz" in exported["files"]
     if moved:
-        findings += _moved(engine, host, job.file("export", "moved.npz"))
+        tokens, logits = _given(job.file("export", "moved.npz"))
+        findings += (
+            _like_decode(job, engine, host, tokens) if "decode" in job.inputs else _moved(engine, host, tokens, logits)
+        )
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
         if program["kind"] == "chat" and trace.prompt > contract.cache.capacity:
@@ -115,10 +118,30 @@ def _spoken(job: Job, engine: Engine, contract: Contract, trace: Trace) -> list[
     return []
 
 
-def _moved(engine: Engine, host: Any, path: Path) -> list[dict[str, Any]]:
-    """A graph whose weights were moved on purpose is held to what these weights give, not to the checkpoint's."""
+def _given(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [T], and the logits [T, V] that weights which were moved on purpose give."""
     with np.load(path) as file:
-        tokens, logits = file["tokens"], file["logits"]
+        return file["tokens"], file["logits"]
+
+
+def _like_decode(job: Job, engine: Engine, host: Host, tokens: np.ndarray) -> list[dict[str, Any]]:
+    """A prefill graph of moved weights is held to the decode graph of the same, which is held to what they give."""
+    decode = graph_files.contract(job, "decode")
+    one, other = Engine(graph_files.graph(job, "decode"), decode), graph_files.opened(job, decode, job.config["mask"])
+    trace = Trace(tokens, len(tokens), False, (), {}, np.zeros((len(tokens), 1), np.float32))
+    want = observe(one, other, trace, ["forced"], 0, _say("moved, decode"))
+    got = observe(engine, host, trace, ["forced"], 0, _say("moved"))
+    for state in host.contract.kept():
+        name = f"forced/{state.name}"
+        error = float(np.max(metrics.l2_rows(got[name], want[name])))  # NaN stays, and is no more than nothing
+        if not error <= LIMIT:
+            text = f"moved weights: {state.name} {error:.3g} off the decode graph's, allowed {LIMIT:g}"
+            return [record.finding("differs", text)]
+    return []
+
+
+def _moved(engine: Engine, host: Any, tokens: np.ndarray, logits: np.ndarray) -> list[dict[str, Any]]:
+    """A graph whose weights were moved on purpose is held to what these weights give, not to the checkpoint's."""
     seen = observe(engine, host, Trace(tokens, len(tokens), False, (), {}, logits), ["forced"], 0, _say("moved"))
     wanted = logits[seen["forced/positions"]]  # as far as the cache reaches
     # NaN stays, and is no more than nothing.
