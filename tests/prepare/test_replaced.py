@@ -325,7 +325,7 @@ def test_what_cannot_work_on_them_is_refused_in_one_line(model, trace):
 # The compiler
 
 # Most rows of the compiler's table a layer with replaced states, at 4 against 3 layers.
-ROWS = {"lfm2": 20, "qwen3_5_text": 46}
+ROWS = {"lfm2": 17, "qwen3_5_text": 46}
 
 
 @pytest.mark.slow
