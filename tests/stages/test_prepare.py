@@ -142,7 +142,7 @@ def test_both_hooks_of_a_preparation_are_called(llama, tmp_path, monkeypatch):
 REFUSED = {
     "an encoder-decoder": {"model_type": "t5", "is_encoder_decoder": True},
     "layers with a recurrent state": {"model_type": "mamba2"},
-    "a recurrent state": {"model_type": "lfm2", "conv_L_cache": 3},
+    "a recurrent state": {"model_type": "lfm2_moe", "conv_L_cache": 3},
     "several kinds of input": {"model_type": "gemma3", "vision_config": {}},
     "latent attention": {"model_type": "deepseek_v3", "kv_lora_rank": 512},
     "mixture of experts": {"model_type": "mixtral", "num_local_experts": 8},

@@ -17,7 +17,7 @@ SWEEP = """
 sweep:
   blocks:
     - {models: [tiny], strategies: [chunky, cut, tiny_cpu_managed], platforms: [rk3576], quants: [fp16]}
-    - {models: [tiny], strategies: [cut], platforms: [rk3576], quants: [w8a8]}
+    - {models: [tiny], strategies: [cut, tiny_cpu_managed], platforms: [rk3576], quants: [w8a8]}
     - {models: [tiny], strategies: [chunky, uneven], platforms: [host], quants: [fp32]}
 strategies:
   chunky: {module: cpu_managed, capacity: 32, prefill: 8}
@@ -118,8 +118,13 @@ def test_the_bundle_of_pieces_tells_them_apart(parts, tmp_path):
     assert lost.returncode == 1 and "head" in lost.stderr and lost.stderr.count("\n") == 1
 
 
-def test_what_pieces_cannot_do_blocks_its_row_by_name(parts):
-    assert verdict(parts, "cut", "w8a8")["reason"].startswith("pieces: got a quant that calibrates, allowed: ")
+def test_pieces_are_calibrated_by_the_pieces_before_them(parts):
+    """Each by the stream that float32 gives it: about as far off as the whole."""
+    cut, whole = (verdict(parts, x, "w8a8")["figures"] for x in ("cut", "tiny_cpu_managed"))
+    assert cut["dtype"] == "w8a8" and 0.5 < cut["kv_median"] / whole["kv_median"] < 2
+
+
+def test_pieces_that_do_not_divide_block_their_row_by_name(parts):
     uneven = parts.path / "results/models/tiny/rows/plain/uneven/host/fp32/onnxruntime/verdict.json"
     assert record.read(uneven)["reason"] == "layers: got 3 a piece, allowed: a divisor of the model's 2: 1, 2"
 

@@ -20,6 +20,13 @@ class Chain:
 
     def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """feeds and outputs: of the whole graph."""
+        return self._run(feeds)[0]
+
+    def stream(self, feeds: Mapping[str, np.ndarray]) -> Any:
+        """The residual stream after the last piece that gives one."""
+        return self._run(feeds)[1]
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], Any]:
         found = {}  # type: dict[str, np.ndarray]
         stream = None  # type: np.ndarray | None
         for engine, contract in self.pieces:
@@ -30,7 +37,7 @@ class Chain:
                 # The logits may come in several pieces, side by side.
                 before = [found[t.name]] if t.role == LOGITS and t.name in found else []
                 found[t.name] = np.concatenate([*before, outputs[t.name]], -1) if before else outputs[t.name]
-        return found
+        return found, stream
 
     def close(self) -> None:
         for engine, _ in self.pieces:

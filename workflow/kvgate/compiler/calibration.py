@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from kvgate.compiler import overlap
 from kvgate.compiler.dtypes import FLOAT16
-from kvgate.contract import Contract, canonical
+from kvgate.contract import HIDDEN, Contract, canonical
 from kvgate.jobs import record
 from kvgate.observe import Trace, spread
 from kvgate.strategies.host import Array, Host
@@ -115,10 +116,18 @@ def digest(samples: Sequence[Sample], traces: Mapping[str, str]) -> str:
     return hashlib.sha256(canonical([[traces[s.text], s.position] for s in samples]).encode()).hexdigest()
 
 
-def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Path], samples: Sequence[Sample]) -> Path:
+def write(
+    folder: Path,
+    contract: Contract,
+    host: Host,
+    traces: Mapping[str, Path],
+    samples: Sequence[Sample],
+    before: "Before | None" = None,
+) -> Path:
     """Write one .npy an input and sample (contract order, the graph's shapes and dtypes) and the list of them.
 
-    traces: each text's trace.npz. Holds one sample in memory at a time. Paths in the list are relative to it, as the
+    traces: each text's trace.npz. host: of the whole graph, where the contract is a piece's; before: the pieces that
+    run before that one. Holds one sample in memory at a time. Paths in the list are relative to it, as the
     toolkit cannot read a path with a space. Raises Blocked on a full disk, identical samples, NaN, infinity, what
     float16 cannot hold, and a shape or dtype that is not the contract's.
     """
@@ -133,7 +142,10 @@ def write(folder: Path, contract: Contract, host: Host, traces: Mapping[str, Pat
         trace = Trace.load(str(traces[text]))
         for n, sample in enumerate(samples):
             if sample.text == text:
-                arrays = feeds(contract, host, trace, sample.position, f"calibration: {_name(sample)}")
+                what = f"calibration: {_name(sample)}"
+                arrays = feeds(host.contract, host, trace, sample.position, what)
+                stream = before.stream(arrays) if before else None
+                arrays = {t.name: stream if t.role == HIDDEN else arrays[t.name] for t in contract.inputs}
                 same = seen.setdefault(_fingerprint(arrays), sample)
                 if same is not sample:
                     raise record.Blocked(f"calibration: {_name(sample)} is identical to {_name(same)}")
@@ -160,6 +172,12 @@ def feeds(contract: Contract, host: Host, trace: Trace, position: int, what: str
             got = f"got {peak:.4g}, allowed: at most {FLOAT16:g} (float16)"
             raise record.Blocked(f"{what}, input {t.name!r}: {got}")
     return arrays
+
+
+class Before(Protocol):
+    """What gives the stream that a piece reads, of a step's feeds."""
+
+    def stream(self, feeds: Mapping[str, Array]) -> Array: ...
 
 
 def _fingerprint(feeds: Mapping[str, Array]) -> str:

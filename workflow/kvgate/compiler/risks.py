@@ -7,7 +7,7 @@ Each is a public report (docs name them by the same number); the graph or its ar
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvgate.contract import Contract
+from kvgate.contract import LOGITS, Contract
 
 _LONG_ROW = 8192  # Transposes of longer rows fell back to the CPU
 _WIDE_HEAD = 131_072  # a head of 151,936 columns hit a register limit; 49,152 built
@@ -31,8 +31,9 @@ def find(model: Any, contract: Contract, operators: Mapping[str, int], memory: i
     lost = _lost_sums(model)
     if lost:
         found.append(f"F32 MatMul over one channel, then an Add: the compiler was seen to leave the Add out ({lost}x)")
-    if contract.vocabulary >= _WIDE_HEAD:
-        found.append(f"F17 head of {contract.vocabulary} columns in one piece")
+    columns = max((t.shape[-1] for t in contract.outputs if t.role == LOGITS), default=0)
+    if columns >= _WIDE_HEAD:
+        found.append(f"F17 head of {columns} columns in one piece")
     if any(name.startswith("exSDPAttention@") for name in operators):
         found.append("F10 exSDPAttention: returned zeros at [1,8,64,64] with one runtime")
     if memory > _DOMAIN:

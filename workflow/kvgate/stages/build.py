@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvgate.board.chain import Chain
 from kvgate.compiler import artifact, calibration, joined, log, platforms, requirements, risks, toolkit
 from kvgate.compiler.request import Request
 from kvgate.contract import HIDDEN, Contract, canonical, sha256_text
+from kvgate.engines.onnxruntime import Engine
 from kvgate.jobs import graph_files, record, store
 from kvgate.jobs.digest import code_digest
 from kvgate.jobs.job import Job
@@ -104,9 +106,6 @@ def opened(job: Job) -> Source:
             f"{platform}: got {platforms.dtype(quant)}, supported: {', '.join(platforms.supported(platform))}"
         )
     samples, digest = [], ""
-    if quant["calibrate"] and job.read("export").get("pieces"):
-        text = "pieces: got a quant that calibrates, allowed: one without: a piece's input is no text's"
-        raise record.Blocked(text, [record.finding("pieces", text)])
     replaced = [x.name for x in contract.states if not x.appended]
     if replaced and quant["calibrate"]:
         raise record.Blocked(f"calibration: got the replaced state {replaced[0]}, allowed: a quant without calibration")
@@ -267,8 +266,19 @@ def _own_coverage(job: Job, source: Source, boundary: dict[str, Any]) -> dict[st
 
 
 def host_of(job: Job, source: Source) -> Host:
-    """The host half of what is built, with the quant's mask."""
-    return graph_files.opened(job, source.contract, source.quant["mask"])
+    """The host half of what is built, of a piece that of the whole, with the quant's mask."""
+    whole = graph_files.contract(job) if source.into != job.folder else source.contract
+    return graph_files.opened(job, whole, source.quant["mask"])
+
+
+def _before(job: Job, source: Source) -> Chain | None:
+    """The pieces that run before a piece, in float32; None where there are none."""
+    found = []
+    for graph, contract in graph_files.pieces(job) if source.below else ():
+        if not any(t.role == HIDDEN for t in contract.outputs) or contract.part == source.contract.part:
+            break
+        found.append((Engine(graph, contract), contract))
+    return Chain(found) if found else None
 
 
 def _boundary(built: artifact.Artifact) -> dict[str, Any]:
@@ -287,7 +297,8 @@ def asked(job: Job, source: Source, work: Path) -> Request:
     if source.samples:
         # A bare name: the toolkit cannot read paths with a space in them.
         traces = _traces(job, "calibration")
-        dataset = calibration.write(work, source.contract, host_of(job, source), traces, source.samples).name
+        host, before = host_of(job, source), _before(job, source)
+        dataset = calibration.write(work, source.contract, host, traces, source.samples, before).name
     (work / "observations").mkdir()
     return Request(
         graph=str(source.graph.resolve()),
