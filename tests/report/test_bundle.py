@@ -223,9 +223,9 @@ def test_tables_that_moved_to_another_row_are_not_taken_from_where_they_lay(rows
     one, two = rows.bundle(HOST), tmp_path / "other"
     made = bundle.Made(tables={"x": one / "host.npz"})
     verdict = record.read(rows.judged(HOST))
-    bundle._replace(one, bundle.Row(rows.results, verdict, one), made)
+    bundle._replace(one, bundle.RowFiles(rows.results, verdict, one), made)
     assert "x" not in made.tables
-    bundle._replace(two, bundle.Row(rows.results, verdict, two), made)
+    bundle._replace(two, bundle.RowFiles(rows.results, verdict, two), made)
     assert (two / "host.npz").samefile(one / "host.npz")
 
 

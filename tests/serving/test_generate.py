@@ -473,5 +473,5 @@ def test_memory_stays_flat(rows, context):
 
 
 def test_the_facts_are_json(bundle):
-    assert json.loads((bundle / "bundle.json").read_text())["version"] == 1
+    assert json.loads((bundle / "bundle.json").read_text())["version"] == 2
     assert program.summary(Run(5, 0, [1], LENGTH, 0.5, 0.001)) == "5 + 1 tokens (length): the first after 0.50 s"

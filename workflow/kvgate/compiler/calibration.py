@@ -144,7 +144,7 @@ def write(
             if sample.text == text:
                 what = f"calibration: {_name(sample)}"
                 arrays = feeds(host.contract, host, trace, sample.position, what)
-                stream = before.stream(arrays) if before else None
+                stream = before.stream(arrays) if before else arrays[contract.inputs[0].name]
                 arrays = {t.name: stream if t.role == HIDDEN else arrays[t.name] for t in contract.inputs}
                 same = seen.setdefault(_fingerprint(arrays), sample)
                 if same is not sample:

@@ -154,9 +154,8 @@ class Context:
     def _step(self, token: int) -> np.ndarray:
         """Feed a token; the logits [V] that it gives."""
         logits = self._feed(self.engine, self.host, [token]).logits
-        if not np.isfinite(logits).all():
-            raise EngineError("nan", "logits at position {}: got NaN or inf".format(self.host.length - 1))
-        return logits
+        assert logits is not None
+        return np.asarray(logits)
 
     def _feed(self, engine: Any, host: Host, tokens: list[int]) -> Step:
         """Feed tokens to a part."""
@@ -168,5 +167,9 @@ class Context:
             step = host.take(outputs, len(tokens))
         finally:
             self.stepping = None
+        # A part without logits is told by what it keeps.
+        for name, x in step.states.items() if step.logits is None else [("logits", step.logits)]:
+            if not np.isfinite(x).all():
+                raise EngineError("nan", "{} at position {}: got NaN or inf".format(name, self.host.length - 1))
         self.fed = fed + tokens
         return step
