@@ -275,6 +275,19 @@ def test_files_are_what_the_record_says(graph):
         ),
         (lambda raw: raw["inputs"][-1]["shape"].append(1), r"contract: value\.1: got shape \[.*\], allowed: rank 4"),
         (lambda raw: raw["outputs"][-1]["shape"].pop(), r"contract: value\.1\S*: got shape \[.*\], allowed: rank 4"),
+        (lambda raw: raw.update(version=1), r"contract version: got 1, known: 2 \(make .* again .*; kvgate 0\.1 wrote"),
+        (lambda raw: raw.update(version=3), r"contract version: got 3, known: 2 \(make .* again with this kvgate\)$"),
+        (lambda raw: raw["states"][0].update(kind="latent"), r"layers\.0\.key\.kind: got 'latent', known: key, value,"),
+        (lambda raw: raw["states"][0].update(rule="ring"), r"layers\.0\.key\.rule: got 'ring', known: append, replace"),
+        (lambda raw: raw["inputs"][-1].update(states=[]), r"contract: value\.1: got no state"),
+        (lambda raw: raw["outputs"][-1].update(states=["layers.9.value"]), r"got the unknown state 'layers\.9\.value'"),
+        (
+            lambda raw: (
+                raw["states"][-1].update(rule="replace"),
+                raw["inputs"][-1].update(shape=[1, 2, 3, 4]),
+            ),
+            r"contract: value\.1: got 24 elements, allowed: \d+$",
+        ),
     ],
 )
 def test_a_contract_that_is_none_is_one_line(llama, change, said):
