@@ -421,6 +421,22 @@ BAD = {
         lambda c: c["programs"]["tiny_calibration_b"].update(text="{tmp}/edited.txt"),
         "calibration.texts[1]: tiny_calibration_b has the text of program tiny_fill, allowed: another text",
     ),
+    "a prefill step longer than the cache": (
+        set_at("strategies/tiny_blend/prefill", 64),
+        "strategies.tiny_blend.prefill: got 64, allowed: 0, or 2 to the capacity, 32",
+    ),
+    "a prefill step of one token": (
+        set_at("strategies/tiny_blend/prefill", 1),
+        "strategies.tiny_blend.prefill: got 1, allowed: 0, or 2 to the capacity, 32",
+    ),
+    "a prefill part of an exporter's graph": (
+        lambda c: c["strategies"]["tiny_blend"].update(form="exporter", prefill=8),
+        "strategies.tiny_blend.prefill: got 8 with form exporter, allowed: 0",
+    ),
+    "pieces of one tensor for all layers": (
+        lambda c: c["strategies"]["tiny_blend"].update(packing="model", layers=1),
+        "strategies.tiny_blend.layers: got 1 with packing model, allowed: 0: one piece",
+    ),
     "not a list": (set_at("sweep/programs", "tiny_chat"), 'sweep.programs: got "tiny_chat", allowed: array'),
 }
 

@@ -73,6 +73,7 @@ def test_the_decode_part_is_the_one_that_was_there(parts):
 def test_a_bundle_reads_its_prompt_in_chunks_and_says_the_same(parts, tmp_path):
     folder = parts.path / BUNDLES.format("chunky")
     assert (folder / "prefill/model.rknn").is_file()
+    assert "`prefill/` reads a prompt 8 tokens a step" in (folder / "README.md").read_text()
     chunked = generate(folder, "--max-tokens", "4", "What is it")
     alone = generate(parts.path / BUNDLES.format("tiny_cpu_managed"), "--max-tokens", "4", "What is it")
     assert chunked.returncode == 0 and chunked.stdout == alone.stdout and alone.stdout
@@ -108,6 +109,10 @@ def test_the_bundle_of_pieces_tells_them_apart(parts, tmp_path):
     folder = tmp_path / "pieces"
     shutil.copytree(parts.path / BUNDLES.format("cut"), folder)
     facts = json.loads((folder / "bundle.json").read_text())
+    assert (
+        "3 artifacts, which run in this order: `layers.0-0/`, `layers.1-1/`, `head/`"
+        in (folder / "README.md").read_text()
+    )
     assert [x["part"] for x in facts["pieces"]] == ["layers.0-0", "layers.1-1", "head"]
     for a, b in (("layers.0-0", "x"), ("layers.1-1", "layers.0-0"), ("x", "layers.1-1")):
         (folder / a).rename(folder / b)

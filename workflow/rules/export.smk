@@ -1,5 +1,5 @@
 # The graph of a strategy, and its contract.
-# Reads the prepared weights. Writes model.onnx, contract.json, host.npz and graph.json.
+# Reads the prepared weights. Writes model.onnx, contract.json, host.npz and graph.json; of a decoder in pieces {piece}.onnx and .json too.
 rule export:
     input:
         inputs("export"),

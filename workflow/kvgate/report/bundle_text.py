@@ -112,13 +112,27 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
 - Python 3.9 or newer. Without `tokenizers` and `jinja2` token ids work: `python3 generate.py --ids 1,2,3`.
 - Tokens are greedy; `--temperature`, `--top-k`, `--top-p`, `--min-p` and `--seed`, or the fields of a request, draw
   them. What a message spells is plain text: only the chat template makes special tokens.
-- A conversation has at most {capacity} tokens, the answer among them. A prompt is read one token a step; what it
-  begins with in common with an earlier one is kept (`--keep`, MiB).{_day(day)}
+- A conversation has at most {capacity} tokens, the answer among them. {_prompt(verdict, facts)} What it begins with in
+  common with an earlier one is kept (`--keep`, MiB).{_day(day)}{_pieces(facts)}
 - What cannot be opened, a damaged file or a runtime's own failure, is one line on stderr and exit code 1.
 - `serve.py` answers one request at a time and listens on this machine only. For others: `--host 0.0.0.0` with
   `--api-key-file FILE`; for web pages: `--allow-origin ORIGIN`; for clients with a fixed model name: `--alias NAME`.
 - Weights: licence {licence}. Code below `kvgate/`: Apache-2.0.
 """
+
+
+def _prompt(verdict: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    tokens = verdict["figures"].get("prefill_tokens")
+    if not facts["parts"] or not tokens:
+        return "A prompt is read one token a step."
+    return f"`prefill/` reads a prompt {tokens} tokens a step (not by `--backend native`), the last one by itself."
+
+
+def _pieces(facts: Mapping[str, Any]) -> str:
+    if not facts["pieces"]:
+        return ""
+    names = ", ".join(f"`{x['part']}/`" for x in facts["pieces"])
+    return f"\n- The decoder is in {len(facts['pieces'])} artifacts, which run in this order: {names}."
 
 
 def _day(day: date | None) -> str:
