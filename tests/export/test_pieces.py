@@ -135,3 +135,26 @@ def test_one_tensor_for_all_layers_cannot_be_cut(models):
     packed = replace(graph.contract, cache=replace(graph.contract.cache, packing="model"))
     with pytest.raises(pieces.Uncut, match="packing: got 'model' with pieces"):
         pieces.cut(model, packed, 1)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("layers", "weights", "head", "build_mb", "found"),
+    [
+        (30, GIB // 2, 0, 9500, 0),  # SmolLM2-135M as it is
+        (24, 2 * GIB, GIB // 2, 4500, 6),  # 0.5B: 6 layers of 64 MiB
+        (24, 2 * GIB, GIB // 2, 20_000, 0),
+        (24, 2 * GIB, GIB // 2, 17_000, 24),  # all layers, and the head by itself
+        (28, 12 * GIB, GIB, 200_000, 14),  # fits the memory, not the addresses
+        (7, 7 * GIB, 0, 10_000, 1),
+    ],
+)
+def test_a_piece_is_as_large_as_fits(layers, weights, head, build_mb, found):
+    assert pieces.fitting(layers, weights, head, build_mb) == found
+
+
+def test_a_layer_that_does_not_fit_is_one_line():
+    with pytest.raises(pieces.Uncut, match="layers: auto: a build of one layer takes about 9304 MB, got build_mb 4500"):
+        pieces.fitting(2, 2 * GIB, 0, 4500)

@@ -15,6 +15,7 @@ from kvgate import contract as c
 
 INPUT, OUTPUT = "hidden", "hidden.out"  # the stream, as a piece reads it and as it returns it
 HEAD, WEIGHTS = "head", "head.bin"
+_ADDRESSES = 4 << 30  # bytes of one address domain of the NPU
 COLUMNS = 65_536  # of a head in one piece: compilers and boards had trouble with 151,936 (compiler/risks.py)
 
 
@@ -36,6 +37,27 @@ def names(layers: int, every: int) -> list[str]:
         divisors = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
         raise Uncut(f"layers: got {every} a piece, allowed: a divisor of the model's {layers}: {divisors}")
     return [f"layers.{n}-{n + every - 1}" for n in range(0, layers, every)] + [HEAD]
+
+
+def fitting(layers: int, weights: int, head: int, build_mb: int) -> int:
+    """How many layers a piece may have, the most that fit; 0 where the whole decoder fits.
+
+    weights, head: bytes in float32, of all and of the head alone; build_mb: a build's memory. Raises Uncut where not
+    even one layer fits.
+    """
+    if _peak(weights) <= build_mb and weights // 2 <= _ADDRESSES:
+        return 0
+    one = (weights - head) // layers
+    able = [n for n in range(1, layers + 1) if layers % n == 0 and _peak(n * one) <= build_mb]
+    able = [n for n in able if n * one // 2 <= _ADDRESSES]
+    if not able:
+        raise Uncut(f"layers: auto: a build of one layer takes about {_peak(one)} MB, got build_mb {build_mb}")
+    return able[-1]
+
+
+def _peak(weights: int) -> int:
+    """MB that a build takes at its worst, about: float16 took 6.5 bytes for each of float32's, sums of two 8.5."""
+    return 600 + int(8.5 * weights / 2**20)
 
 
 def cut(model: onnx.ModelProto, contract: c.Contract, every: int) -> list[Piece]:

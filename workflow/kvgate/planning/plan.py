@@ -155,7 +155,10 @@ class Plan:
         else:
             inputs["prepare"] = self.node("prepare", w | {"form": entry["form"]})
             roots = (f"strategies.{entry['module']}.graph",)
-        return self._make("export", w, {"strategy": entry}, inputs, roots)
+        config = {"strategy": entry}
+        if entry["layers"] == "auto":
+            config["build_mb"] = self.config["models"][w["model"]]["build_mb"]
+        return self._make("export", w, config, inputs, roots)
 
     def _check(self, w: dict[str, str]) -> Node:
         inputs = {"export": self.node("export", w)} | self._traces(w)

@@ -1,6 +1,7 @@
 """Export: prepared weights and a strategy become model.onnx, contract.json and host.npz; nothing is measured again."""
 
 import importlib
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
             prepared["widened"],
             signs,
             prepared["compensated"],
-            strategy["layers"] if part == DECODE else 0,
+            _every(job, spec, prepared) if part == DECODE else 0,
         )
     except Uncut as why:
         raise Blocked(str(why), [finding("pieces", str(why))]) from why
@@ -105,6 +106,19 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
         "returned_bytes": contract.returned_bytes(),
         "files": {**files, "host.npz": host_digest, "weights.bin": prepared["files"]["weights.bin"]},
     }
+
+
+def _every(job: Job, spec: Any, prepared: dict[str, Any]) -> int:
+    """Layers of a piece; 0: the decoder is one. Raises pieces.Uncut."""
+    from kvgate.export.pieces import fitting
+
+    asked = job.config["strategy"]["layers"]
+    if asked != "auto":
+        return int(asked)
+    head = 4 * spec.vocabulary * spec.hidden
+    found = fitting(spec.depth, prepared["parameter_bytes"], head, job.config["build_mb"])
+    print(f"layers: auto: {f'{found} a piece' if found else 'in one piece'}", file=sys.stderr)
+    return found
 
 
 def _host(job: Job, made: Any) -> str:
