@@ -13,6 +13,7 @@ from kvgate.engines.onnxruntime import Engine
 from kvgate.export import pieces
 from kvgate.jobs import graph_files, record
 from kvgate.observe import observe
+from kvgate.stages import check
 
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "phi", "bloom", "olmo2", "falcon", "mistral")
 CAPACITY = 8
@@ -92,6 +93,9 @@ def test_the_stream_of_another_step_is_seen(models):
     trace = models("llama").text(CAPACITY)
     seen = observe(wrong, graph.host(), trace, ["forced"])
     assert max(graphs.worst(seen, trace, "forced")) > 1e-2
+    assert check._in_pieces(graph.engine, graph.host(), right, trace, 4) == []
+    (found,) = check._in_pieces(graph.engine, graph.host(), wrong, trace, 4)
+    assert found["text"].startswith("in pieces: layers.1.key ")
 
 
 def test_a_compensated_stream_is_kept_in_each_piece(models):

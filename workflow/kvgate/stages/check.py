@@ -48,11 +48,11 @@ def run(job: Job) -> dict[str, Any]:
             raise record.Blocked(
                 f"program {name}: got a prompt of {trace.prompt} tokens, the strategy holds {contract.cache.capacity}"
             )
+        if pieces:
+            findings += _in_pieces(engine, host, Chain(pieces), trace, job.config["isolated"])
         asked = histories(contract, program["histories"])
         seen = observe(engine, host, trace, asked, job.config["isolated"], _say(name))
         programs[name], found = compare.differences(contract, trace, seen, LIMIT)
-        if pieces and not moved:
-            found += _in_pieces(contract, host, pieces, trace, job.config["isolated"])
         if contract.part == PREFILL and program["kind"] == "chat" and not moved:
             found += _spoken(job, engine, contract, trace)
         isolated |= "isolated/positions" in seen
@@ -91,13 +91,17 @@ def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]
     return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
 
 
-def _in_pieces(
-    contract: Contract, host: Host, pieces: list[tuple[Engine, Contract]], trace: Trace, isolated: int
-) -> list[dict[str, Any]]:
-    """The pieces one after the other are the model too."""
-    seen = observe(Chain(pieces), host, trace, ["isolated"], isolated, _say("pieces"))
-    found = compare.differences(contract, trace, seen, LIMIT)[1]
-    return [x | {"text": f"in pieces: {x['text']}"} for x in found]
+def _in_pieces(engine: Engine, host: Host, pieces: Chain, trace: Trace, isolated: int) -> list[dict[str, Any]]:
+    """The pieces one after the other are the whole graph; a finding at the first tensor that says no."""
+    want = observe(engine, host, trace, ["isolated"], isolated, _say("whole"))
+    got = observe(pieces, host, trace, ["isolated"], isolated, _say("pieces"))
+    for name in (*(x.name for x in host.contract.kept()), "logits"):
+        error = float(np.max(metrics.l2_rows(got[f"isolated/{name}"], want[f"isolated/{name}"])))  # NaN stays
+        if not error <= LIMIT:
+            return [
+                record.finding("differs", f"in pieces: {name} {error:.3g} off the whole graph's, allowed {LIMIT:g}")
+            ]
+    return []
 
 
 def _spoken(job: Job, engine: Engine, contract: Contract, trace: Trace) -> list[dict[str, Any]]:
