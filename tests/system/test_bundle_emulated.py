@@ -81,7 +81,7 @@ IN_A_THREAD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from kvgate.board import bundled, serve, worker
+from kvgate.serving import bundled, serve, worker
 from kvgate.serving.context import Options, Run
 from kvgate.serving.terminal import Terminal
 folder = Path(sys.argv[1])
