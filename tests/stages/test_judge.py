@@ -492,3 +492,12 @@ def test_what_the_reference_says_of_itself_is_among_the_findings(tmp_path):
     results = synthetic.Results(tmp_path)
     results.verify("capital", OF, synthetic.observation(OF), said=[said])
     assert results.judge()["findings"] == [said | {"program": "capital"}]
+
+
+def test_replaced_states_that_nothing_compared_are_no_pass():
+    figures = {"kv": None, "replaced": None, "logits": None}
+    metrics = {"histories": {"forced": figures}, "states": [], "free": None, "steps": {}, "findings": []}
+    limits = synthetic.THRESHOLDS
+    (found,) = gates.judge("p", metrics | {"replaced": ["layers.0.recurrent"]}, {}, limits)
+    assert (found.name, found.verdict, found.text) == ("compared", "fail", "none of 1 replaced states compared")
+    assert gates.judge("p", metrics | {"replaced": []}, {}, limits) == []

@@ -73,6 +73,9 @@ def judge(
             found.append(_figure("disturbed", "other slots", run, "disturbed", thresholds["disturbed"]))
         if figures.get("replaced") is not None:
             found.append(_figure("state_l2", "state", run, "replaced", thresholds["state_l2"], metrics["replaced"]))
+        elif metrics.get("replaced"):
+            text = f"none of {len(metrics['replaced'])} replaced states compared"
+            found.append(Gate("compared", "fail", text, program, history))
         if figures["logits"] is not None:
             measure = thresholds["logits_measure"]
             found.append(_figure("logits_l2", f"logits ({measure})", run, measure, thresholds["logits_l2"]))
