@@ -58,6 +58,18 @@ def test_what_follows_from_a_missing_or_edited_result_is_outdated_too(tiny, resu
     assert audit.outdated(tiny, results)[build.record] == "not made yet"
 
 
+def test_a_diagnosis_of_the_future_is_dated_after_its_row(tiny, results):
+    row = tiny.rows[0].wildcards()
+    wanted = tiny.node("diagnose", row)
+    for node in (wanted.inputs["accuracy"], wanted):
+        record.write(results / node.record, {"status": "ok", "key": json.loads(node.key), "inputs": {}})
+        os.utime(results / node.record, (time.time() + 1e6,) * 2)
+    assert audit.redate(tiny, results, ()) == len(tiny.nodes()) + 2
+    dates = [(results / x).stat().st_mtime for x in (tiny.node("judge", row).record, wanted.inputs["accuracy"].record)]
+    dates.append((results / wanted.record).stat().st_mtime)
+    assert dates == sorted(set(dates)) and dates[-1] <= time.time()
+
+
 def test_results_of_the_future_are_dated_in_order_and_others_left_alone(tiny, results):
     dates = [1e9 + 60 * n for n, _ in enumerate(tiny.nodes())]
 

@@ -28,7 +28,7 @@ def audit(plan: Plan, results: Path, deep: bool = False) -> list[Finding]:
     are results like others.
     """
     found, sums = [], {}
-    for node in [*plan.nodes(), *plan.beside(results)]:
+    for node in _all(plan, results):
         path = results / node.record
         try:
             body = record.held(path)
@@ -94,18 +94,23 @@ def redate(plan: Plan, results: Path, stale: Collection[str]) -> int:
     After a clock was set back, or with results from another PC: Snakemake holds what is made now to be older than what
     it is made from, calls that a failure and removes it.
     """
-    dates = [path.stat().st_mtime for node in plan.nodes() if (path := results / node.record).exists()]
+    dates = [path.stat().st_mtime for node in _all(plan, results) if (path := results / node.record).exists()]
     return _adopt(plan, results, set(stale)) if max(dates, default=0) > time.time() else 0
 
 
 def _adopt(plan: Plan, results: Path, found: set[str]) -> int:
     """Date every verified record after the records that it reads: a second apart, the last one now."""
-    good = [node for node in plan.nodes() if node.record not in found]
+    good = [x for x in _all(plan, results) if x.record not in found and (results / x.record).exists()]
     now = int(time.time())
     for n, node in enumerate(good):
         date = now - len(good) + n
         os.utime(results / node.record, (date, date))
     return len(good)
+
+
+def _all(plan: Plan, results: Path) -> list[Node]:
+    """Every node whose record may be there, after those that it reads."""
+    return [*plan.nodes(), *plan.beside(results)]
 
 
 def _holds(path: Path, sha: str, deep: bool) -> bool:
