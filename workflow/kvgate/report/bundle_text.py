@@ -5,7 +5,7 @@ from datetime import date
 from typing import Any
 
 from kvgate.jobs.rows import ONNXRUNTIME, SIMULATOR
-from kvgate.judging import behaviour
+from kvgate.judging import behaviour, measures
 from kvgate.judging.wording import TIMES
 from kvgate.report import columns
 
@@ -31,16 +31,8 @@ except Exception as error:  # of numpy, or of a file of this folder
 signal.signal(signal.SIGINT, usual)
 sys.exit(main(sys.argv[1:], FOLDER))
 """
-_FIGURES = {
-    "kv_l2_worst": "K and V off by at most",
-    "kv_l2_median": "K and V, median",
-    "state_l2_worst": "other states off by at most",
-    "logits_l2_worst": "logits off by at most",
-    "logits_l2_median": "logits, median",
-    "top1": "steps with the reference's best token",
-    "tokens_end": "prompts with all tokens right",
-    "perplexity": "perplexity",
-    "perplexity_reference": "perplexity of the float32 reference",
+# Columns of the table behind the measures' own, and their words.
+_COSTS = {
     "cpu_operators": "operators left to the CPU",
     "predicted_cycles": "predicted Mcycles a token",
     "predicted_traffic_bytes": "predicted traffic, MiB a token",
@@ -73,7 +65,8 @@ def readme(
     row, chip = facts["row"], facts["artifact"] == "model.rknn"
     risks = "".join(f"- {text}\n" for text in verdict["risks"])
     seen = f"\nSeen right on a PC and wrong on boards:\n\n{risks}" if risks else ""
-    cells = zip(_FIGURES.values(), columns.cells(verdict, list(_FIGURES), people=True), strict=True)
+    figures = {name: words for of in measures.every() for name, words in of.bundle.items()} | _COSTS
+    cells = zip(figures.values(), columns.cells(verdict, list(figures), people=True), strict=True)
     numbers = "\n".join(f"| {title} | {cell} |" for title, cell in cells if cell)
     where = f"On the board ({row['platform']}), in this folder" if chip else "In this folder"
     pc = """
