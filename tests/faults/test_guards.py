@@ -63,7 +63,9 @@ FETCHED = inputs.test_a_checkpoint_is_refused_by_name
 GUARDS: dict[str, tuple[Off, Any, dict[str, Any]]] = {
     "the check's limit": (unlimited, CHECKED, of(graphs.fault, "a_window_is_ignored")),
     "the check's limit, of the host half": (unlimited, FED, of(hosts.fault, "the_slots_wrap_at_half_the_capacity")),
-    "the check's figures": (nothing(errors.Errors, "first", []), CHECKED, of(graphs.fault, "a_norm_has_another_epsilon")),
+    "the check's figures": (
+        nothing(errors.Errors, "first", []), CHECKED, of(graphs.fault, "a_norm_has_another_epsilon"),
+    ),
     "the heads' order": (nothing(symptoms, "_heads"), CHECKED, of(graphs.fault, "heads_of_the_key_are_permuted")),
     "the axes' order": (nothing(metrics, "permuted"), JUDGED, of(artifacts.fault, "a_value_has_another_layout")),
     "other tensors": (nothing(symptoms, "_others", ()), JUDGED, of(artifacts.fault, "the_slot_before_is_given_back")),

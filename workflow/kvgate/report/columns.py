@@ -5,11 +5,14 @@ Standard library only, until a cell is asked for: what is measured brings numpy.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvgate.judging import measures
 from kvgate.judging.column import Column, figure, get
 from kvgate.judging.wording import TIMES, percent
+
+if TYPE_CHECKING:
+    from kvgate.judging.measure import Measure
 
 
 def _verdict(verdict: Mapping[str, Any]) -> str:
@@ -63,16 +66,21 @@ def every() -> tuple[Column, ...]:
     """All columns in their order: the errors that have a least one in float16, that one, then the other measures'."""
     found = measures.every()
     errors = [x for x in found if x.floor]
-    floors = [Column(f"{x.name}_float16", figure("float16", x.name), percent) for x in errors]
     others = [column for x in found if not x.floor for column in x.columns]
+    floors = [column for x in errors for column in _floor(x)]
     return *_ROW, *(column for x in errors for column in x.columns), *floors, *others, *_COSTS
+
+
+def _floor(of: "Measure") -> tuple[Column, ...]:
+    """The column of an error's least in float16, where it has one."""
+    return (Column(f"{of.name}_float16", figure("float16", of.name), percent),) if of.floor else ()
 
 
 @cache
 def _optional() -> tuple[str, ...]:
     """Columns that a table has only where a row has something there."""
     found = [x for x in measures.every() if x.optional]
-    return tuple(name for x in found for name in (*(column.name for column in x.columns), f"{x.name}_float16"))
+    return tuple(column.name for x in found for column in (*x.columns, *_floor(x)))
 
 
 # The columns that differ in the .md: a title with the unit, and the value in it.

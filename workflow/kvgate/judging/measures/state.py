@@ -84,7 +84,7 @@ MEASURE = Measure(
     terminal={"state_l2_worst": "state worst"},
     bundle={"state_l2_worst": "other states off by at most"},
     words={
-        "`state_l2_median`, `state_l2_worst`, `state_worst`, `state_worst_position`": "the same of states that each "
+        "`state_l2_median`, `state_l2_worst`, `state_worst_...`": "the same of states that each "
         "step replaces, whole, at the positions where the reference has them; only in a table that has such rows"
     },
 )
