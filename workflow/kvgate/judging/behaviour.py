@@ -5,15 +5,14 @@ The gates ask whether every number is the reference's; this asks whether a user 
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from kvgate.judging import measures
-from kvgate.judging.records import Behaviour, Figures
+from kvgate.judging.records import Behaviour, Figures, Verdict
 
 SHIPS = ("pass", "warn", "behaves")  # as what a row is handed over, the best first
 
 
-def ships(verdict: Mapping[str, Any]) -> str:
+def ships(verdict: Verdict) -> str:
     """As what a row may be handed over: `pass`, `warn`, `behaves`; empty: not at all.
 
     A red row behaves where its texts do (`measure`), every free run gave the reference's tokens or left them at a near

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-Get = Callable[[Mapping[str, Any]], Any]
+from kvgate.judging.records import Verdict
+
+Get = Callable[[Verdict], Any]
 
 
 class Column(NamedTuple):
@@ -15,7 +17,7 @@ class Column(NamedTuple):
 def get(*path: str) -> Get:
     """What lies at a path in a verdict; None where there is no such place."""
 
-    def found(verdict: Mapping[str, Any]) -> Any:
+    def found(verdict: Verdict) -> Any:
         value: Any = verdict
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None

@@ -5,7 +5,6 @@ asks: is the graph the model?
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from kvgate.contract import KINDS, Contract
 from kvgate.judging import measures, metrics, symptoms
 from kvgate.judging.gate import HISTORIES
 from kvgate.judging.measure import STATES, STEPPED, STRANGE, Array, History, Measured, Whole
-from kvgate.judging.records import Count, Figures, Finding
+from kvgate.judging.records import Count, Figures, Finding, Record
 from kvgate.observe import Trace
 
 EXPLAINS = ("permuted", "rotation", "no_window")  # kinds of findings that say why the others are there
@@ -108,7 +107,7 @@ def differences(
     return facts, sorted(found, key=place)
 
 
-def place(finding: Mapping[str, Any]) -> tuple[float, float, int, int]:
+def place(finding: Record) -> tuple[float, float, int, int]:
     """Sorts findings by where they are: position, layer, then as a step computes (a strange value before the error
     that it makes), history. What explains the others, and what has no place, comes last."""
     if "position" not in finding or finding["kind"] in EXPLAINS:
@@ -120,7 +119,7 @@ def place(finding: Mapping[str, Any]) -> tuple[float, float, int, int]:
     return finding["position"], np.inf if layer is None else layer, what, HISTORIES.index(finding["history"])
 
 
-def reason(found: Sequence[Mapping[str, Any]], isolated: bool) -> str:
+def reason(found: Sequence[Record], isolated: bool) -> str:
     """Findings in the order of `place` in a sentence: the first place, what explains it, and other slots where they
     changed too. isolated: some step was fed the reference's own cache."""
     first, *rest = found

@@ -6,14 +6,13 @@ is written of it, how it is gated, and how the table and the bundle's README sho
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from kvgate.contract import LOGITS, Contract
 from kvgate.judging.column import Column
 from kvgate.judging.gate import Gate
-from kvgate.judging.records import Figures, Finding, Program, Worst
+from kvgate.judging.records import Figures, Finding, Program, Thresholds, Worst
 from kvgate.observe import Trace
 
 Array = np.ndarray
@@ -101,7 +100,7 @@ class Row:
     contract: Contract
     metrics: Mapping[str, Figures]  # metrics.json of each
     arrays: Mapping[str, Mapping[str, Array]]  # metrics.npz of each
-    thresholds: Mapping[str, Any]
+    thresholds: Thresholds
 
 
 # What a measure gives where it has nothing to say.
@@ -115,11 +114,11 @@ def _no_figures(what: Measured | Whole | Row) -> Figures:
     return {}
 
 
-def _no_gates(run: Run, thresholds: Mapping[str, Any]) -> list[Gate]:
+def _no_gates(run: Run, thresholds: Thresholds) -> list[Gate]:
     return []
 
 
-def _no_gates_of_program(program: str, metrics: Figures, thresholds: Mapping[str, Any]) -> list[Gate]:
+def _no_gates_of_program(program: str, metrics: Figures, thresholds: Thresholds) -> list[Gate]:
     return []
 
 
@@ -153,8 +152,8 @@ class Measure:
     program: Callable[[Whole], Figures] = _no_figures
 
     # judge: the gates of a history, then of what is of a program. Both get all of thresholds.yaml.
-    gate: Callable[[Run, Mapping[str, Any]], list[Gate]] = _no_gates
-    gate_program: Callable[[str, Figures, Mapping[str, Any]], list[Gate]] = _no_gates_of_program
+    gate: Callable[[Run, Thresholds], list[Gate]] = _no_gates
+    gate_program: Callable[[str, Figures, Thresholds], list[Gate]] = _no_gates_of_program
     # a row's, to verdict.json
     figures: Callable[[Row], Figures] = _no_figures
 

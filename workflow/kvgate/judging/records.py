@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 Figures = dict[str, Any]  # of a history, a program or a row: what the measures make of it, by names of their own
 Record = Mapping[str, Any]  # of another stage, as it was read
+Thresholds = Mapping[str, Any]  # of the config: every measure's limits by its name, and what else it declares
 
 
 class StatePlace(TypedDict, total=False):
@@ -167,6 +168,9 @@ class Verdict(TypedDict, total=False):
     remedy: str
     coverage: dict[str, float]  # share of the values beyond its calibrated range, by cache tensor
     announce: str  # the row in a line, as it finishes
+    status: str  # this and the next one are the runner's
+    key: Record
+    stale: str  # of one that was read, and is not what would be judged now: why
 
 
 def finding(kind: str, text: str, **where: Unpack[Where]) -> Finding:

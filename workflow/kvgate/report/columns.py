@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from kvgate.judging import measures
 from kvgate.judging.column import Column, figure, get
+from kvgate.judging.records import Verdict
 from kvgate.judging.wording import TIMES, percent
 
 if TYPE_CHECKING:
     from kvgate.judging.measure import Measure
 
 
-def _verdict(verdict: Mapping[str, Any]) -> str:
+def _verdict(verdict: Verdict) -> str:
     return f"{verdict['verdict']} (stale)" if verdict.get("stale") else str(verdict["verdict"])
 
 
-def _cpu(verdict: Mapping[str, Any]) -> int | None:
+def _cpu(verdict: Verdict) -> int | None:
     found = figure("cpu_operators")(verdict)
     return None if found is None else sum(found.values())
 
 
-def _risks(verdict: Mapping[str, Any]) -> str:
+def _risks(verdict: Verdict) -> str:
     return "; ".join(verdict["risks"])
 
 
@@ -95,13 +96,13 @@ UNITS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def names(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+def names(verdicts: Sequence[Verdict]) -> list[str]:
     """The columns of a table of these rows."""
     empty = [name for name in _optional() if not any(any(cells(v, [name], people=False)) for v in verdicts)]
     return [column.name for column in every() if column.name not in empty]
 
 
-def cells(verdict: Mapping[str, Any], names: Sequence[str], people: bool) -> list[str]:
+def cells(verdict: Verdict, names: Sequence[str], people: bool) -> list[str]:
     """A row's cells. people: rounded and in the units of the .md; else raw, with 6 significant digits. None: empty."""
     known = {column.name: column for column in every()}
     found = []
@@ -122,6 +123,6 @@ def name(row: Mapping[str, str]) -> str:
     return f"{row['model']}{weights} {row['strategy']} {row['quant']} {row['platform']} ({row['backend']})"
 
 
-def line(verdict: Mapping[str, Any]) -> str:
+def line(verdict: Verdict) -> str:
     """A row in one line, as it finishes: `pass    tiny cpu_managed fp16 rk3576 (simulator): all 9 gates hold`."""
     return f"{verdict['verdict']:<7} {name(verdict['row'])}: {verdict['reason']}"

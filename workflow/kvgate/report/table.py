@@ -9,9 +9,9 @@ from typing import Any
 from kvgate.jobs.job import record_path
 from kvgate.jobs.rows import Row
 from kvgate.judging import judged, measures
+from kvgate.judging.records import Verdict
 from kvgate.report import bundle, columns, ship
 
-Verdict = Mapping[str, Any]
 _NONE: Mapping[str, str] = {}
 VERDICTS = ("pass", "warn", "fail", "blocked")
 # The terminal's columns: name of a column of the table, title. The measures' own stand between.
@@ -45,8 +45,10 @@ def load(results: Path, rows: Iterable[Mapping[str, str]], outdated: Mapping[str
     for row in rows:
         where = record_path("judge", dict(row))
         if (results / where).exists():
-            stale = {"stale": outdated[where]} if where in outdated else {}
-            found.append(judged.read(results / where) | stale)
+            verdict = judged.read(results / where)
+            if where in outdated:
+                verdict["stale"] = outdated[where]
+            found.append(verdict)
     return found
 
 

@@ -1,15 +1,12 @@
 """How texts read with the row's own cache: perplexity, KL, best tokens. Beside the gates, changes no verdict. numpy
 only."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from kvgate.judging import behaviour, metrics
 from kvgate.judging.column import Column, figure, text
 from kvgate.judging.measure import Measure, Row, Whole, number
-from kvgate.judging.records import Figures, Perplexity
+from kvgate.judging.records import Figures, Perplexity, Verdict
 from kvgate.judging.wording import percent
 
 THRESHOLDS = {
@@ -67,12 +64,12 @@ def figures(row: Row) -> Figures:
     return {"behaviour": behaviour.measure(row.metrics, row.thresholds["behaviour"])}
 
 
-def behaves(verdict: Mapping[str, Any]) -> str | None:
+def behaves(verdict: Verdict) -> str | None:
     found = figure("behaviour", "behaves")(verdict)
     return None if found is None else "yes" if found else "no"
 
 
-def ships(verdict: Mapping[str, Any]) -> str | None:
+def ships(verdict: Verdict) -> str | None:
     return behaviour.ships(verdict) or None
 
 

@@ -1,15 +1,12 @@
 """Slots that a step should give back as they were fed: of strategies that return the whole buffer. numpy only."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from kvgate.judging import errors
 from kvgate.judging.errors import Errors
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Run
-from kvgate.judging.records import Figures, Worst
+from kvgate.judging.records import Figures, Thresholds, Worst
 
 THRESHOLDS = {
     "disturbed": {"$ref": "#/$defs/levels", "description": "Slots that should come back as fed, normalized L2."}
@@ -29,7 +26,7 @@ def worst(figures: Figures) -> Worst | None:
     return figures["disturbed"]
 
 
-def gate(run: Run, thresholds: Mapping[str, Any]) -> list[Gate]:
+def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     """Of a strategy that keeps a cache."""
     return [ERRORS.gate(run, "other slots", thresholds["disturbed"])] if run.figures["kv"] is not None else []
 

@@ -1,8 +1,5 @@
 """K and V of a step: what a strategy that keeps a cache returns, each layer's against the reference's. numpy only."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from kvgate.judging import errors
@@ -10,7 +7,7 @@ from kvgate.judging.column import Column, figure
 from kvgate.judging.errors import Errors
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Row, Run
-from kvgate.judging.records import Figures, Worst
+from kvgate.judging.records import Figures, Thresholds, Worst
 from kvgate.judging.wording import percent
 
 THRESHOLDS = {
@@ -34,7 +31,7 @@ def worst(figures: Figures) -> Worst | None:
     return figures["kv"]["worst"] if figures["kv"] else None
 
 
-def gate(run: Run, thresholds: Mapping[str, Any]) -> list[Gate]:
+def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     return [ERRORS.gate(run, "K/V delta", thresholds["kv_l2"])] if run.figures["kv"] is not None else []
 
 

@@ -1,9 +1,6 @@
 """Logits: how far each step's are off, as they are and with their mean removed, and how sure the reference is. numpy
 only."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from kvgate.judging import errors, metrics
@@ -11,7 +8,7 @@ from kvgate.judging.column import Column, figure
 from kvgate.judging.errors import Errors
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Row, Run, number
-from kvgate.judging.records import Figures, Worst
+from kvgate.judging.records import Figures, Thresholds, Worst
 from kvgate.judging.wording import percent
 
 THRESHOLDS = {
@@ -56,7 +53,7 @@ def worst_raw(figures: Figures) -> Worst | None:
     return figures["logits"]["raw"]["worst"] if figures["logits"] else None
 
 
-def gate(run: Run, thresholds: Mapping[str, Any]) -> list[Gate]:
+def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     if run.figures["logits"] is None:
         return []
     measure = thresholds["logits_measure"]

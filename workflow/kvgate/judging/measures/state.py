@@ -2,7 +2,6 @@
 only."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from kvgate.judging.column import Column, figure
 from kvgate.judging.errors import Errors
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Row, Run
-from kvgate.judging.records import Figures, Finding, Worst
+from kvgate.judging.records import Figures, Finding, Thresholds, Worst
 from kvgate.judging.wording import percent
 
 THRESHOLDS = {
@@ -42,7 +41,7 @@ def worst(figures: Figures) -> Worst | None:
     return figures["replaced"]["worst"] if figures["replaced"] else None
 
 
-def gate(run: Run, thresholds: Mapping[str, Any]) -> list[Gate]:
+def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     """Replaced states that nothing was compared of are no pass."""
     if run.figures.get("replaced") is not None:
         return [ERRORS.gate(run, "state", thresholds["state_l2"])]

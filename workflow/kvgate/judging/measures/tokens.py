@@ -2,14 +2,13 @@
 only."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from kvgate.judging.column import Column, figure, text
 from kvgate.judging.gate import FREE, Gate
 from kvgate.judging.measure import Array, Measure, Row, Whole, number
-from kvgate.judging.records import Change, Figures, Finding, Free, finding
+from kvgate.judging.records import Change, Figures, Finding, Free, Thresholds, finding
 from kvgate.judging.ties import near_tie, said
 
 STEPS = (0, 1, 2, 3, 16)  # generated steps whose tokens the table shows
@@ -60,7 +59,7 @@ def _diverged(whole: Whole, step: int, token: int, reference: int) -> Change:
     return found
 
 
-def gate(program: str, metrics: Figures, thresholds: Mapping[str, Any]) -> list[Gate]:
+def gate(program: str, metrics: Figures, thresholds: Thresholds) -> list[Gate]:
     free = metrics["free"]
     if free is None:
         return []

@@ -1,14 +1,13 @@
 """The best token of each step: the reference's, or another one, by a hair or truly. numpy only."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from kvgate.judging.column import Column
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Row, Run, number
-from kvgate.judging.records import Change, Figures, Finding, finding
+from kvgate.judging.records import Change, Figures, Finding, Thresholds, Verdict, finding
 from kvgate.judging.ties import near_tie, said
 
 
@@ -38,7 +37,7 @@ def summary(steps: Measured) -> Figures:
     return {"top1": {"equal": len(got) - len(changed), "of": len(got), "changed": changed}}
 
 
-def gate(run: Run, thresholds: Mapping[str, Any]) -> list[Gate]:
+def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     top1 = run.figures.get("top1")
     if top1 is None:
         return []
@@ -79,7 +78,7 @@ def figures(row: Row) -> Figures:
     return {"top1_equal": sum(x["equal"] for x in histories), "top1_of": sum(x["of"] for x in histories)}
 
 
-def cell(verdict: Mapping[str, Any]) -> str | None:
+def cell(verdict: Verdict) -> str | None:
     f = verdict["figures"]
     return f"{f['top1_equal']}/{f['top1_of']}" if f.get("top1_of") else None
 
