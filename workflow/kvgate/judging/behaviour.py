@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from kvgate.judging import measures
-from kvgate.judging.records import Behaviour, Figures, Verdict
+from kvgate.judging.records import Behaviour, Record, Verdict
 
 SHIPS = ("pass", "warn", "behaves")  # as what a row is handed over, the best first
 
@@ -27,7 +27,7 @@ def ships(verdict: Verdict) -> str:
     return "behaves" if behaves and failed <= {x.name for x in measures.every() if x.number} else ""
 
 
-def measure(metrics: Mapping[str, Figures], limits: Mapping[str, float]) -> Behaviour | None:
+def measure(metrics: Mapping[str, Record], limits: Mapping[str, float]) -> Behaviour | None:
     """Over all text programs (teacher-forced): perplexity, its ratio to the reference's, mean KL, share of equal best
     tokens, and whether it behaves. None where no text was run; null where a figure is not finite.
 
@@ -54,7 +54,7 @@ def measure(metrics: Mapping[str, Figures], limits: Mapping[str, float]) -> Beha
     }
 
 
-def _mean(texts: list[Figures], counts: list[int], name: str) -> float | None:
+def _mean(texts: list[Record], counts: list[int], name: str) -> float | None:
     """The perplexity of all texts as one."""
     values = [m["perplexity"][name] for m in texts]
     if None in values:

@@ -5,6 +5,7 @@ asks: is the graph the model?
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from kvgate.contract import KINDS, Contract
 from kvgate.judging import measures, metrics, symptoms
 from kvgate.judging.gate import HISTORIES
 from kvgate.judging.measure import STATES, STEPPED, STRANGE, Array, History, Measured, Whole
-from kvgate.judging.records import Count, Figures, Finding, Record
+from kvgate.judging.records import Count, Figures, Finding, Program, Record
 from kvgate.observe import Trace
 
 EXPLAINS = ("permuted", "rotation", "no_window")  # kinds of findings that say why the others are there
@@ -21,20 +22,17 @@ EXPLAINS = ("permuted", "rotation", "no_window")  # kinds of findings that say w
 
 def compare(
     contract: Contract, trace: Trace, seen: Mapping[str, Array], off: float = metrics.SUSPECT_L2
-) -> tuple[Figures, dict[str, Array]]:
-    """The body of metrics.json (records.Program), and the arrays of metrics.npz: `{history}/{array of a measure}`.
+) -> tuple[Program, dict[str, Array]]:
+    """The body of metrics.json, and the arrays of metrics.npz: `{history}/{array of a measure}`.
 
     seen: what `observe.observe` returned. off: the L2 above which a wrong rotation or window is looked for. Raises
     ValueError where nothing can be compared, or a tensor of the contract was not observed.
     """
-    states = {
-        "states": [x.name for x in contract.kept() if x.appended],
-        "replaced": [x.name for x in contract.kept() if not x.appended],
-    }
+    appended, replaced = ([x.name for x in contract.kept() if x.appended is kind] for kind in (True, False))
     opened = [History(h, contract, trace, seen) for h in STEPPED if f"{h}/positions" in seen]
     if not opened:
         raise ValueError(f"observation: got {sorted(seen)[:3]}, allowed: at least one step of isolated or forced")
-    measured = {x.name: measure(x, states) for x in opened}
+    measured = {x.name: measure(x, {"states": appended, "replaced": replaced}) for x in opened}
     histories: dict[str, Figures] = {}
     findings: list[Finding] = []
     for name, steps in measured.items():
@@ -44,9 +42,9 @@ def compare(
         findings += symptoms.moved(contract, trace, seen, name, kv)
         findings += symptoms.turned(contract, trace, seen, name, kv, off)
         findings += symptoms.unhidden(contract, name, steps.positions, kv, raw, off)
-    body: Figures = {**states, "histories": histories, "findings": findings}
+    body: Program = {"states": appended, "replaced": replaced, "histories": histories, "findings": findings}
     for of in measures.every():
-        body |= of.program(Whole(trace, seen, measured, histories))
+        body |= cast(Program, of.program(Whole(trace, seen, measured, histories)))
     return body, {f"{h}/{name}": array for h, steps in measured.items() for name, array in steps.arrays.items()}
 
 

@@ -3,13 +3,12 @@ numpy only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from kvgate.judging import gate, metrics, wording
 from kvgate.judging.measure import STEPPED, Array, History, Measured, Run, number
-from kvgate.judging.records import Figures, Finding, Place, Spread, StatesSpread, Worst
+from kvgate.judging.records import Figures, Finding, Place, Record, Spread, StatesSpread, Worst
 from kvgate.judging.wording import percent
 from kvgate.observe import Trace
 
@@ -42,8 +41,7 @@ class Errors:
                 broken = np.searchsorted(positions, run.get(self.where))[broken]
             first = {"step": int(broken[0]), "position": int(positions[broken[0]])}
             if self.states:
-                names = cast(Mapping[str, list[str]], run.metrics)[self.states]
-                first |= wording.place(names[over[0][1]])
+                first |= wording.place(run.metrics[self.states][over[0][1]])
             else:
                 first |= {"tensor": self.tensor}
             first |= {"value": value if np.isfinite(value) else None}
@@ -53,7 +51,7 @@ class Errors:
         return gate.Gate(self.name, verdict, text, run.program, run.history, value_, first, steps)
 
     def check(
-        self, body: Figures, arrays: Mapping[str, Array], limit: float
+        self, body: Record, arrays: Mapping[str, Array], limit: float
     ) -> tuple[dict[str, float | None], list[Finding]]:
         """The worst over all histories, and of each that is above the limit its first place."""
         worst: float | None = 0.0
@@ -65,7 +63,7 @@ class Errors:
                 found += self.first(body, arrays, history, limit)
         return {self.name: worst}, found
 
-    def first(self, body: Figures, arrays: Mapping[str, Array], history: str, limit: float) -> list[Finding]:
+    def first(self, body: Record, arrays: Mapping[str, Array], history: str, limit: float) -> list[Finding]:
         """The finding of the first step and state where it is above the limit; none where it holds."""
         values = arrays[f"{history}/{self.field}"]
         over = np.argwhere(~(values <= limit))

@@ -5,13 +5,12 @@ measures in `measures/` have their own; here is what is of none.
 """
 
 from collections.abc import Mapping
-from typing import cast
 
 from kvgate.jobs.rows import DECODE
 from kvgate.judging import measures
 from kvgate.judging.gate import FREE, HISTORIES, Gate
 from kvgate.judging.measure import MOVED, STRANGE, Array, Run
-from kvgate.judging.records import Figures, Finding, Place, Program, Thresholds
+from kvgate.judging.records import Finding, Place, Program, Thresholds
 
 STRANGE_OUTPUTS = ("nan", "inf", "all_zero", "all_equal")
 FATAL = (*STRANGE_OUTPUTS, "permuted")  # findings that are gates of their own
@@ -31,14 +30,14 @@ def place(gate: Gate) -> tuple[int, int, int]:
     return history, int(gate.first.get("step", 0)), order[gate.name]
 
 
-def judge(program: str, metrics: Figures, arrays: Mapping[str, Array], thresholds: Thresholds) -> list[Gate]:
+def judge(program: str, metrics: Program, arrays: Mapping[str, Array], thresholds: Thresholds) -> list[Gate]:
     """Every gate of a program. metrics: metrics.json; arrays: metrics.npz; thresholds: as in thresholds.yaml.
 
     A row's gates are those of all its programs; no gate at all means that nothing was compared.
     """
     found = []
     for history, figures in metrics["histories"].items():
-        run = Run(program, history, figures, cast(Program, metrics), arrays)
+        run = Run(program, history, figures, metrics, arrays)
         for of in measures.listed():
             found += of.gate(run, thresholds)
     for of in measures.listed():

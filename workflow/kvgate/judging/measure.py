@@ -12,7 +12,7 @@ import numpy as np
 from kvgate.contract import LOGITS, Contract
 from kvgate.judging.column import Column
 from kvgate.judging.gate import Gate
-from kvgate.judging.records import Figures, Finding, Program, Thresholds, Worst
+from kvgate.judging.records import Figures, Finding, Record, Thresholds, Worst
 from kvgate.observe import Trace
 
 Array = np.ndarray
@@ -86,7 +86,7 @@ class Run:
     program: str
     history: str
     figures: Figures  # of the history
-    metrics: Program  # metrics.json
+    metrics: Record  # metrics.json
     arrays: Mapping[str, Array]  # metrics.npz
 
     def get(self, field: str) -> Array:
@@ -98,7 +98,7 @@ class Row:
     """All programs of a row, to be put into figures."""
 
     contract: Contract
-    metrics: Mapping[str, Figures]  # metrics.json of each
+    metrics: Mapping[str, Record]  # metrics.json of each
     arrays: Mapping[str, Mapping[str, Array]]  # metrics.npz of each
     thresholds: Thresholds
 
@@ -118,11 +118,11 @@ def _no_gates(run: Run, thresholds: Thresholds) -> list[Gate]:
     return []
 
 
-def _no_gates_of_program(program: str, metrics: Figures, thresholds: Thresholds) -> list[Gate]:
+def _no_gates_of_program(program: str, metrics: Record, thresholds: Thresholds) -> list[Gate]:
     return []
 
 
-def _no_check(body: Figures, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
+def _no_check(body: Record, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
     return {}, []
 
 
@@ -153,12 +153,12 @@ class Measure:
 
     # judge: the gates of a history, then of what is of a program. Both get all of thresholds.yaml.
     gate: Callable[[Run, Thresholds], list[Gate]] = _no_gates
-    gate_program: Callable[[str, Figures, Thresholds], list[Gate]] = _no_gates_of_program
+    gate_program: Callable[[str, Record, Thresholds], list[Gate]] = _no_gates_of_program
     # a row's, to verdict.json
     figures: Callable[[Row], Figures] = _no_figures
 
     # check: facts of a program, and findings that say that the graph is not the model: above a limit of the L2
-    check: Callable[[Figures, Mapping[str, Array], float], tuple[Figures, list[Finding]]] = _no_check
+    check: Callable[[Record, Mapping[str, Array], float], tuple[Figures, list[Finding]]] = _no_check
     # of a history's figures the L2 whose least in float16 the check measures; has a `title`
     worst: Callable[[Figures], Worst | None] = _no_worst
 
@@ -168,6 +168,7 @@ class Measure:
     terminal: Mapping[str, str] = field(default_factory=dict)  # columns that the terminal shows too, to their title
     bundle: Mapping[str, str] = field(default_factory=dict)  # columns that a bundle's README has, to its words
     words: Mapping[str, str] = field(default_factory=dict)  # README.md: columns as it names them, to their meaning
+    broke: tuple[str, str] | None = None  # README.md, of its gate: what broke, and where to look
 
     @property
     def floor(self) -> bool:

@@ -5,7 +5,7 @@ measure adds its own (`measures/`), and what a record of another stage holds (a 
 """
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from typing import Any, NotRequired, TypedDict, Unpack
 
 Figures = dict[str, Any]  # of a history, a program or a row: what the measures make of it, by names of their own
 Record = Mapping[str, Any]  # of another stage, as it was read
@@ -133,12 +133,17 @@ class Count(TypedDict):
 
 
 class Program(TypedDict):
-    """The body of metrics.json of a program; every measure adds to it what is of no history."""
+    """The body of metrics.json of a program. Open: the measures add what is of no history, `free` among it."""
 
     states: list[str]  # names of those that get an entry a token, in the order of the arrays' second axis
     replaced: list[str]  # of those that each step replaces
     histories: dict[str, Figures]  # steps, positions, and what the measures say
     findings: list[Finding]
+    free: NotRequired[Free | None]
+    perplexity: NotRequired[Perplexity | None]
+    steps: NotRequired[dict[str, Count]]  # this and the next two are verify's: by history, and `free`
+    kind: NotRequired[str]  # `chat`, `text`
+    part: NotRequired[str]
 
 
 class GateRecord(TypedDict):

@@ -40,4 +40,5 @@ MEASURE = Measure(
     summary=summary,
     gate=gate,
     check=ERRORS.check,
+    broke=("slots that the step should give back as fed", "how the graph writes the buffer"),
 )

@@ -69,4 +69,5 @@ MEASURE = Measure(
         "then the worst one's layer, tensor, position and history",
         "`kv_l2_over_1_percent`": "share of those errors above 1 %",
     },
+    broke=("K or V of this step", "the first layer named: what comes after it follows from it"),
 )

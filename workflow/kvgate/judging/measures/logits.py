@@ -89,4 +89,5 @@ MEASURE = Measure(
         "common offset)",
         "`logits_raw_l2_...`": "the same of the logits as they are",
     },
+    broke=("logits", "the last layers and the head, if `kv_l2` holds"),
 )

@@ -10,7 +10,7 @@ from kvgate.judging.column import Column, figure
 from kvgate.judging.errors import Errors
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Row, Run
-from kvgate.judging.records import Figures, Finding, Thresholds, Worst
+from kvgate.judging.records import Figures, Finding, Record, Thresholds, Worst
 from kvgate.judging.wording import percent
 
 THRESHOLDS = {
@@ -51,7 +51,7 @@ def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     return [Gate("compared", "fail", f"none of {len(names)} replaced states compared", run.program, run.history)]
 
 
-def check(body: Figures, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
+def check(body: Record, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
     return ERRORS.check(body, arrays, limit) if body["replaced"] else ({}, [])
 
 
@@ -86,4 +86,5 @@ MEASURE = Measure(
         "`state_l2_median`, `state_l2_worst`, `state_worst_...`": "the same of states that each "
         "step replaces, whole, at the positions where the reference has them; only in a table that has such rows"
     },
+    broke=("a state that each step replaces (a convolution's, linear attention's), whole", "the first layer named"),
 )

@@ -8,7 +8,7 @@ import numpy as np
 from kvgate.judging.column import Column, figure, text
 from kvgate.judging.gate import FREE, Gate
 from kvgate.judging.measure import Array, Measure, Row, Whole, number
-from kvgate.judging.records import Change, Figures, Finding, Free, Thresholds, finding
+from kvgate.judging.records import Change, Figures, Finding, Free, Record, Thresholds, finding
 from kvgate.judging.ties import near_tie, said
 
 STEPS = (0, 1, 2, 3, 16)  # generated steps whose tokens the table shows
@@ -59,7 +59,7 @@ def _diverged(whole: Whole, step: int, token: int, reference: int) -> Change:
     return found
 
 
-def gate(program: str, metrics: Figures, thresholds: Thresholds) -> list[Gate]:
+def gate(program: str, metrics: Record, thresholds: Thresholds) -> list[Gate]:
     free = metrics["free"]
     if free is None:
         return []
@@ -84,7 +84,7 @@ def gate(program: str, metrics: Figures, thresholds: Thresholds) -> list[Gate]:
     ]
 
 
-def check(body: Figures, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
+def check(body: Record, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
     if not body["free"] or body["free"]["equal"]["end"] is not False:
         return {}, []
     return {}, [finding("differs", "free: the tokens are not the reference's", gate="tokens", history=FREE)]
@@ -127,4 +127,5 @@ MEASURE = Measure(
         "`diverged_...`": "the first token that differs: program, generated step, the reference's margin between its "
         "two best logits, and the logits' error there (root mean square, mean removed)",
     },
+    broke=("a token of the free run", "the same; where only its end differs, when it stopped"),
 )

@@ -7,7 +7,7 @@ import numpy as np
 from kvgate.judging.column import Column
 from kvgate.judging.gate import Gate
 from kvgate.judging.measure import Array, History, Measure, Measured, Row, Run, number
-from kvgate.judging.records import Change, Figures, Finding, Thresholds, Verdict, finding
+from kvgate.judging.records import Change, Figures, Finding, Record, Thresholds, Verdict, finding
 from kvgate.judging.ties import near_tie, said
 
 
@@ -61,7 +61,7 @@ def gate(run: Run, thresholds: Thresholds) -> list[Gate]:
     ]
 
 
-def check(body: Figures, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
+def check(body: Record, arrays: Mapping[str, Array], limit: float) -> tuple[Figures, list[Finding]]:
     """How many best tokens are equal, and of each history the first that is not."""
     equal, found = 0, []
     for history, figures in body["histories"].items():
@@ -96,4 +96,5 @@ MEASURE = Measure(
     terminal={"top1": "top-1"},
     bundle={"top1": "steps with the reference's best token"},
     words={"`top1`": "steps whose best token is the reference's, of all steps"},
+    broke=("the best token of a step", "`margin` and `error`: below the error it is a near tie and only warns"),
 )
