@@ -261,6 +261,14 @@ def test_two_measures_of_one_place_or_name_are_refused(monkeypatch):
         of(Measure("a", 1), Measure("a", 2))
 
 
+def test_what_another_measure_gives_already_is_refused():
+    found = {"kv": 1}
+    measures.add(found, Measure("mine", 1), {"words": 2})
+    assert found == {"kv": 1, "words": 2}
+    with pytest.raises(ValueError, match="measure mine: got 'kv', allowed: a name that nothing else has"):
+        measures.add(found, Measure("mine", 1), {"kv": 3})
+
+
 def test_every_column_of_the_terminal_and_the_bundle_is_one_of_the_table():
     known = [x.name for x in columns.every()]
     assert len(set(known)) == len(known)

@@ -42,10 +42,12 @@ def compare(
         findings += symptoms.moved(contract, trace, seen, name, kv)
         findings += symptoms.turned(contract, trace, seen, name, kv, off)
         findings += symptoms.unhidden(contract, name, steps.positions, kv, raw, off)
-    body: Program = {"states": appended, "replaced": replaced, "histories": histories, "findings": findings}
+    body: Figures = {"states": appended, "replaced": replaced, "histories": histories, "findings": findings}
     for of in measures.every():
-        body |= cast(Program, of.program(Whole(trace, seen, measured, histories)))
-    return body, {f"{h}/{name}": array for h, steps in measured.items() for name, array in steps.arrays.items()}
+        measures.add(body, of, of.program(Whole(trace, seen, measured, histories)))
+    return cast(Program, body), {
+        f"{h}/{name}": array for h, steps in measured.items() for name, array in steps.arrays.items()
+    }
 
 
 def measure(history: History, states: Mapping[str, list[str]]) -> Measured:
@@ -53,7 +55,7 @@ def measure(history: History, states: Mapping[str, list[str]]) -> Measured:
     history.check()
     arrays = {"positions": history.positions}
     for of in measures.every():
-        arrays |= of.arrays(history)
+        measures.add(arrays, of, of.arrays(history))
     return Measured(arrays, states)
 
 
@@ -61,7 +63,7 @@ def summary(steps: Measured) -> Figures:
     """A history in a few figures. A figure that is NaN or infinite is null, and its finding says why."""
     found: Figures = {"steps": len(steps.positions), "positions": [int(p) for p in steps.positions]}
     for of in measures.every():
-        found |= of.summary(steps)
+        measures.add(found, of, of.summary(steps))
     return found
 
 
@@ -100,7 +102,7 @@ def differences(
     found: list[Finding] = list(body["findings"])
     for of in measures.every():
         more, differs = of.check(body, arrays, limit)
-        facts |= more
+        measures.add(facts, of, more)
         found += differs
     return facts, sorted(found, key=place)
 

@@ -33,7 +33,7 @@ def figures(contract: Contract, build: Record, row: Row) -> Figures:
         found[name] = build.get(name)
     found["cpu_operators"] = build.get("cpu_operators")
     for of in measures.every():
-        found |= of.figures(row)
+        measures.add(found, of, of.figures(row))
     return found
 
 

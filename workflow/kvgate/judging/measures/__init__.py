@@ -4,13 +4,16 @@ jobs/digest.py knows that whoever imports this package uses all modules in it.
 """
 
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # who only wants to know of this package needs no numpy
     from kvgate.judging.measure import Measure
+
+T = TypeVar("T")
 
 
 @cache
@@ -29,3 +32,11 @@ def every() -> "tuple[Measure, ...]":
 def listed() -> "list[Measure]":
     """In the order of their gates in verdict.json."""
     return sorted(every(), key=lambda x: x.order if x.listed is None else x.listed)
+
+
+def add(found: dict[str, T], of: "Measure", more: Mapping[str, T]) -> None:
+    """Put what a measure gives to what there is. Raises ValueError where something of that name is there already."""
+    for name in more:
+        if name in found:
+            raise ValueError(f"measure {of.name}: got {name!r}, allowed: a name that nothing else has")
+    found.update(more)
