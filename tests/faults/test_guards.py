@@ -19,7 +19,7 @@ import test_input_faults as inputs
 from kvgate.checkpoint import gguf_file, held, stored
 from kvgate.jobs import record, store
 from kvgate.jobs.job import Job
-from kvgate.judging import compare, gates, judged, metrics, symptoms
+from kvgate.judging import compare, errors, gate, gates, judged, metrics, symptoms
 from kvgate.planning import config as configs
 from kvgate.report import bundle_row
 from kvgate.sources import folder
@@ -63,7 +63,9 @@ FETCHED = inputs.test_a_checkpoint_is_refused_by_name
 GUARDS: dict[str, tuple[Off, Any, dict[str, Any]]] = {
     "the check's limit": (unlimited, CHECKED, of(graphs.fault, "a_window_is_ignored")),
     "the check's limit, of the host half": (unlimited, FED, of(hosts.fault, "the_slots_wrap_at_half_the_capacity")),
-    "the check's figures": (nothing(compare, "_first", []), CHECKED, of(graphs.fault, "a_norm_has_another_epsilon")),
+    "the check's figures": (
+        nothing(errors.Errors, "first", []), CHECKED, of(graphs.fault, "a_norm_has_another_epsilon"),
+    ),
     "the heads' order": (nothing(symptoms, "_heads"), CHECKED, of(graphs.fault, "heads_of_the_key_are_permuted")),
     "the axes' order": (nothing(metrics, "permuted"), JUDGED, of(artifacts.fault, "a_value_has_another_layout")),
     "other tensors": (nothing(symptoms, "_others", ()), JUDGED, of(artifacts.fault, "the_slot_before_is_given_back")),
@@ -71,7 +73,7 @@ GUARDS: dict[str, tuple[Off, Any, dict[str, Any]]] = {
     "slots as fed": (
         nothing(host, "relative_change", 0.0), CHECKED, of(graphs.fault, "other_slots_come_back_with_another_scale"),
     ),
-    "a gate": (nothing(gates, "level", "pass"), JUDGED, of(artifacts.fault, "one_key_is_off_by_two_percent")),
+    "a gate": (nothing(gate, "level", "pass"), JUDGED, of(artifacts.fault, "one_key_is_off_by_two_percent")),
     "the count of steps": (
         nothing(compare, "counted", {}), COUNTED, of(comparisons.short, "the_free_run_stopped_early"),
     ),

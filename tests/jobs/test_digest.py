@@ -40,6 +40,22 @@ def test_comments_layout_and_docstrings_are_no_code(package, text):
     assert package("a", "b", text) == before
 
 
+def test_a_package_that_looks_for_its_modules_imports_them_all(package, tmp_path):
+    """By `pkgutil.iter_modules(__path__)`; one that looks elsewhere does not."""
+    folder = tmp_path / "found"
+    folder.mkdir()
+    looks = "import pkgutil\nNAMES = [x.name for x in pkgutil.iter_modules({})]\n"
+    (folder / "__init__.py").write_text(looks.format("__path__"))
+    (folder / "one.py").write_text("VALUE = 1\n")
+    (tmp_path / "d.py").write_text("from kvgate import found\n")
+    before = package("d")
+    assert package("d", "found/one", "VALUE = 2\n") != before
+    assert package("d", "found/one", "VALUE = 1\n") == before
+    assert package("d", "found/two", "VALUE = 1\n") != before
+    elsewhere = package("d", "found/__init__", looks.format("['/tmp']"))
+    assert package("d", "found/two", "VALUE = 3\n") == elsewhere
+
+
 def test_unknown_root_is_refused(package):
     with pytest.raises(ValueError, match=r"'kvgate\.nope', which is not in the package"):
         package("nope")

@@ -2,8 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-from kvgate.planning import config_page
+from kvgate.planning import config, config_page
 
 
 def test_the_page_is_what_the_schema_says():
@@ -25,7 +24,7 @@ def undescribed(schema: dict[str, Any]) -> list[str]:
 
 def test_every_key_is_described():
     """In the schema, a reference where it stands, and on the page with what is said of it."""
-    schema, page = yaml.safe_load(config_page.SCHEMA.read_text()), config_page.render()
+    schema, page = config.full_schema(), config_page.render()
     assert undescribed(schema) == []
     missing = [path for path, body in declared(schema) if body["description"] not in page]
     assert missing == []
@@ -33,7 +32,7 @@ def test_every_key_is_described():
 
 
 def test_a_key_without_a_description_is_seen():
-    schema = yaml.safe_load(config_page.SCHEMA.read_text())
+    schema = config.full_schema()
     del schema["properties"]["thresholds"]["properties"]["kv_l2"]["description"]
     step = schema["$defs"]["weights"]["properties"]["steps"]["items"]
     del step["properties"]["options"]["properties"]["by"]["description"]

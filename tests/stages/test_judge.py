@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 from kvgate.jobs import record
-from kvgate.judging import behaviour, compare, explanations, gates, operator_errors
+from kvgate.judging import behaviour, compare, explanations, gate, gates, operator_errors
 from kvgate.planning import config
 from synthetic import judged, off
 
@@ -473,7 +473,7 @@ def test_what_remedies_name_is_shipped():
 
 def test_a_verdict_of_nothing_raises():
     with pytest.raises(ValueError, match="empty"):
-        gates.worst([])
+        gate.worst([])
 
 
 def test_a_window_that_sees_less_than_the_cache_keeps_is_a_finding(tmp_path):

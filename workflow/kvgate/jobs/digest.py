@@ -1,7 +1,8 @@
 """What a stage's code is: the digest of the import closure of its modules. Reads the sources, imports nothing.
 
 Comments, blank lines, formatting and docstrings are no code. Snakemake sees none of this by itself: a change in an
-imported module is invisible to it. Standard library only.
+imported module is invisible to it. A package that looks for its own modules (`pkgutil.iter_modules(__path__)`) imports
+them all. Standard library only.
 """
 
 import ast
@@ -85,10 +86,17 @@ def _source(module: str) -> tuple[str, tuple[str, ...]]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and _finds_its_own(node):
+            names |= {f"{module}.{path.stem}" for path in file.parent.glob("*.py") if path.stem != "__init__"}
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             _drop_docstring(node)
     imported = tuple(sorted(n for n in names if n.split(".")[0] == PACKAGE and n != PACKAGE and _file(n)))
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imported
+
+
+def _finds_its_own(call: ast.Call) -> bool:
+    """Whether it is `pkgutil.iter_modules(__path__)`."""
+    return ast.unparse(call.func).endswith("iter_modules") and [ast.unparse(x) for x in call.args] == ["__path__"]
 
 
 def _drop_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) -> None:

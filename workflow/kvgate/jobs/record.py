@@ -20,7 +20,7 @@ class Blocked(Exception):
     findings: dicts with at least `kind` (a short fixed word) and `text` (one line).
     """
 
-    def __init__(self, reason: str, findings: Iterable[dict[str, Any]] = (), **facts: Any) -> None:
+    def __init__(self, reason: str, findings: Iterable[Mapping[str, Any]] = (), **facts: Any) -> None:
         super().__init__(reason)
         self.reason, self.findings, self.facts = reason, list(findings), facts
 

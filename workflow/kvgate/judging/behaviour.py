@@ -5,13 +5,14 @@ The gates ask whether every number is the reference's; this asks whether a user 
 
 import math
 from collections.abc import Mapping
-from typing import Any
+
+from kvgate.judging import measures
+from kvgate.judging.records import Behaviour, Record, Verdict
 
 SHIPS = ("pass", "warn", "behaves")  # as what a row is handed over, the best first
-_NUMBERS = ("kv_l2", "state_l2", "disturbed", "logits_l2", "top1")  # gates on how far numbers are off
 
 
-def ships(verdict: Mapping[str, Any]) -> str:
+def ships(verdict: Verdict) -> str:
     """As what a row may be handed over: `pass`, `warn`, `behaves`; empty: not at all.
 
     A red row behaves where its texts do (`measure`), every free run gave the reference's tokens or left them at a near
@@ -23,10 +24,10 @@ def ships(verdict: Mapping[str, Any]) -> str:
         return word if word in SHIPS else ""
     behaves = bool((verdict["figures"].get("behaviour") or {}).get("behaves"))
     failed = {gate["name"] for gate in verdict["gates"] if gate["verdict"] == "fail"}
-    return "behaves" if behaves and failed <= set(_NUMBERS) else ""
+    return "behaves" if behaves and failed <= {x.name for x in measures.every() if x.number} else ""
 
 
-def measure(metrics: Mapping[str, Mapping[str, Any]], limits: Mapping[str, float]) -> dict[str, Any] | None:
+def measure(metrics: Mapping[str, Record], limits: Mapping[str, float]) -> Behaviour | None:
     """Over all text programs (teacher-forced): perplexity, its ratio to the reference's, mean KL, share of equal best
     tokens, and whether it behaves. None where no text was run; null where a figure is not finite.
 
@@ -53,7 +54,7 @@ def measure(metrics: Mapping[str, Mapping[str, Any]], limits: Mapping[str, float
     }
 
 
-def _mean(texts: list[Mapping[str, Any]], counts: list[int], name: str) -> float | None:
+def _mean(texts: list[Record], counts: list[int], name: str) -> float | None:
     """The perplexity of all texts as one."""
     values = [m["perplexity"][name] for m in texts]
     if None in values:

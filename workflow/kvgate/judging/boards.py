@@ -1,9 +1,10 @@
 """A row on a board: what its run and self test say beside the numbers, and how it stands to the simulator. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
-from kvgate.judging.gates import Gate
+from kvgate.judging.gate import Gate
+from kvgate.judging.records import Figures, Record
 from kvgate.judging.wording import TIMES
 
 # Findings of a run that no figure makes up for: what came back may be what lay in the buffers before.
@@ -24,7 +25,16 @@ _SYMPTOMS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def gates(run: Mapping[str, Any], selftest: Mapping[str, Any] | None) -> list[Gate]:
+class Prediction(TypedDict):
+    """An operator's measured time beside the compiler's cycles for it."""
+
+    operator: str  # `Operator@Target`
+    us: float  # a step
+    cycles: int | None  # a step; null where the compiler's table has no such operator
+    ns_a_cycle: float | None
+
+
+def gates(run: Record, selftest: Record | None) -> list[Gate]:
     """Gates beside the numbers. A board that fails its self tests gets no pass for anything else."""
     found = []
     if selftest is not None and selftest["status"] == "ok" and not selftest["passed"]:
@@ -41,7 +51,7 @@ def beside(
     simulator: str,
     risks: Iterable[str],
     first: Gate | None,
-    findings: Iterable[Mapping[str, Any]],
+    findings: Iterable[Record],
 ) -> str:
     """A board row's reason beside the verdict that the same artifact has in the simulator."""
     if verdict not in ("fail", "blocked"):
@@ -54,12 +64,12 @@ def beside(
     return f"right in the simulator, wrong on the board: {reason}" + (f"; fits {fits}" if fits else "")
 
 
-def figures(run: Mapping[str, Any], simulator: Mapping[str, Any] | None, build: Mapping[str, Any]) -> dict[str, Any]:
+def figures(run: Record, simulator: Record | None, build: Record) -> Figures:
     """The time figures of a run in milliseconds, null where they are not known; empty where nothing ran on a board."""
     if not run:
         return {}
     ledger = run.get("ledger") or {}
-    found: dict[str, Any] = {f"{name}_ms": _ms(ledger.get(f"{name}_us")) for name in TIMES}
+    found: Figures = {f"{name}_ms": _ms(ledger.get(f"{name}_us")) for name in TIMES}
     found["tokens_per_second"] = ledger.get("tokens_per_second")
     found["peak_rss_bytes"] = ledger.get("peak_rss_bytes")
     found["clock_state"] = run.get("environment", {}).get("before", {}).get("clock_state", "unknown")
@@ -68,12 +78,12 @@ def figures(run: Mapping[str, Any], simulator: Mapping[str, Any] | None, build: 
     return found
 
 
-def predictions(layers: Sequence[Mapping[str, Any]], cycles: Mapping[str, int]) -> list[dict[str, Any]]:
+def predictions(layers: Sequence[Record], cycles: Mapping[str, int]) -> list[Prediction]:
     """Measured time beside the compiler's cycles, by operator and target: what a predicted cycle costs on the board.
 
     layers: operator, target, us; cycles: `Operator@Target` -> predicted cycles a step. The costliest first.
     """
-    found = []
+    found: list[Prediction] = []
     for layer in layers:
         name = f"{layer['operator']}@{layer['target']}"
         predicted = cycles.get(name)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from kvgate.contract import Contract, Tensor
-from kvgate.jobs.record import finding
+from kvgate.judging.records import Finding, Record, finding
 from kvgate.observe import Trace
 from kvgate.strategies.host import Array, Host
 
@@ -28,7 +27,7 @@ class Range:
     returned: bool  # an output: K and V of a step come back through it
 
 
-def ranges(contract: Contract, boundary: Mapping[str, Any]) -> list[Range]:
+def ranges(contract: Contract, boundary: Record) -> list[Range]:
     """The cache inputs and outputs that are quantized. boundary: the build record's."""
     found, whole = [], {x.name for x in contract.states if not x.appended}  # what is replaced has no entries to count
     for side, tensors in (("inputs", contract.cache_inputs()), ("outputs", contract.cache_outputs())):
@@ -40,7 +39,7 @@ def ranges(contract: Contract, boundary: Mapping[str, Any]) -> list[Range]:
     return found
 
 
-def measure(host: Host, traces: Iterable[Trace], boundary: Mapping[str, Any]) -> dict[str, float]:
+def measure(host: Host, traces: Iterable[Trace], boundary: Record) -> dict[str, float]:
     """Share of the reference's K and V beyond a cache tensor's calibrated range, by tensor; only those with a range.
 
     host: of the artifact's graph, whose buffers are the tensors. boundary: the build record's.
@@ -57,7 +56,7 @@ def measure(host: Host, traces: Iterable[Trace], boundary: Mapping[str, Any]) ->
 
 
 def own(
-    host: Host, samples: Sequence[tuple[str, int]], traces: Mapping[str, Trace], boundary: Mapping[str, Any]
+    host: Host, samples: Sequence[tuple[str, int]], traces: Mapping[str, Trace], boundary: Record
 ) -> dict[str, float]:
     """As `measure`, of the calibration samples themselves, (text, position) each: what they fed and what came back.
 
@@ -79,7 +78,7 @@ def own(
     return _shares(host.contract, found, outside, slots)
 
 
-def saturated(shares: Mapping[str, float], boundary: Mapping[str, Any], algorithm: str) -> list[dict[str, Any]]:
+def saturated(shares: Mapping[str, float], boundary: Record, algorithm: str) -> list[Finding]:
     """One finding where the calibration cuts off its own samples: the worst tensor, and how many others.
 
     shares: of `own`. algorithm: the quant's `quantized_algorithm`.

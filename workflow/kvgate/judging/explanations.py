@@ -5,7 +5,8 @@ Every rule looks at what was measured and found, never at a strategy's or quant'
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from kvgate.judging.records import Finding, Place, Record, finding
 
 FLOAT_INPUTS = ("cosine", "sine", "rotation")  # roles: angles that the host worked out
 OUTSIDE = 0.01  # share of a tensor's values beyond its range that explains an error
@@ -17,9 +18,9 @@ CHECKED = 1e-4  # L2 up to which float32 counts as right, as in the check
 class Evidence:
     """What is known about a red row."""
 
-    first: Mapping[str, Any]  # where it broke first: history, position, layer, tensor
+    first: Place  # where it broke first: history, position, layer, tensor
     gates: Sequence[str] = ()  # names of all that did not pass
-    findings: Sequence[Mapping[str, Any]] = ()  # of the build and of all programs: kind, text
+    findings: Sequence[Record] = ()  # of the build and of all programs: kind, text
     cpu_operators: Mapping[str, int] = field(default_factory=dict)
     roles: Sequence[str] = ()  # of the graph's inputs
     boundary: Sequence[str] = ()  # dtypes of the artifact's cache tensors
@@ -169,12 +170,12 @@ def not_covered(e: Evidence) -> str:
     return f"{100 * share:.2g} % of {name} lie outside the calibrated range{own}" if share > OUTSIDE else ""
 
 
-def clipped(e: Evidence) -> Mapping[str, Any] | None:
+def clipped(e: Evidence) -> Record | None:
     """The finding that the calibration saturates: its ranges are not its samples', so further texts may not help."""
     return next((f for f in e.findings if f["kind"] == "saturated"), None)
 
 
-def uncovered(e: Evidence, outside: Mapping[str, float]) -> list[dict[str, Any]]:
+def uncovered(e: Evidence, outside: Mapping[str, float]) -> list[Finding]:
     """The finding of a red row whose cache leaves the calibrated ranges: the worst tensor, and how many others.
 
     outside: share of the verified values beyond its range, by tensor.
@@ -185,7 +186,7 @@ def uncovered(e: Evidence, outside: Mapping[str, float]) -> list[dict[str, Any]]
     count = sum(share > OUTSIDE for share in outside.values())
     others = f"; more than {100 * OUTSIDE:g} % in {count} tensors" if count > 1 else ""
     name, share = e.outside
-    return [{"kind": "not_covered", "text": text + others, "tensor": name, "share": share, "count": count}]
+    return [finding("not_covered", text + others, tensor=name, share=share, count=count)]
 
 
 def angles(e: Evidence) -> str:
@@ -225,7 +226,7 @@ def arithmetic(e: Evidence) -> str:
     return ""
 
 
-def is_range(finding: Mapping[str, Any]) -> bool:
+def is_range(finding: Record) -> bool:
     return finding["kind"] == "fp16_range"
 
 

@@ -1,19 +1,19 @@
 """The verdicts of rows, as they may be believed: not edited, and what their own gates say. Standard library only."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from kvgate.jobs import record
 from kvgate.jobs.rows import ROW
+from kvgate.judging.records import Record, Verdict
 
 _LEVELS = ("pass", "warn", "fail")  # gates.LEVELS, which needs numpy
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Verdict:
     """A row's verdict; `blocked`, with the reason, where it is not to be believed. Raises FileNotFoundError."""
     try:
-        found = record.held(path)
+        found = cast(Verdict, record.held(path))
         why = contradiction(found)
     except ValueError:
         found, why = {}, "its verdict.json was edited"
@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Any]:
     }
 
 
-def contradiction(verdict: Mapping[str, Any]) -> str:
+def contradiction(verdict: Record) -> str:
     """In one line how a verdict is not what its own gates, figures and limits make; empty where it is."""
     word = verdict.get("verdict")
     said = [gate["verdict"] for gate in verdict.get("gates", ())]

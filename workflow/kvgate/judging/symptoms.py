@@ -2,20 +2,19 @@
 a window that hides nothing. numpy only."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from kvgate.contract import Contract, State
-from kvgate.jobs import record
 from kvgate.judging import metrics
+from kvgate.judging.records import Finding, Where, finding
 from kvgate.observe import Trace
 
 Array = np.ndarray
 _WORDS = {"nan": "NaN", "inf": "infinite values", "all_zero": "all zero", "all_equal": "all values equal"}
 
 
-def odd(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str) -> list[dict[str, Any]]:
+def odd(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str) -> list[Finding]:
     """NaN, inf, all-zero and all-equal outputs: one finding for each kind and tensor, with the first place and a count.
 
     An output that is as odd as its reference (a zero weight makes a zero key) is none.
@@ -40,11 +39,11 @@ def odd(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: st
     return [_odd(history, name, kind, places, positions) for (kind, name), places in found.items()]
 
 
-def _odd(history: str, name: str, kind: str, places: list[tuple[int, int | None]], positions: Array) -> dict[str, Any]:
+def _odd(history: str, name: str, kind: str, places: list[tuple[int, int | None]], positions: Array) -> Finding:
     step, layer = min(places, key=lambda place: (place[0], place[1] or 0))
     position = int(positions[step])
     where = f"position {position}" if layer is None else f"position {position}, layer {layer}"
-    return record.finding(
+    return finding(
         kind,
         f"{history}: {name} {_WORDS[kind]} in {len(places)} outputs, first at {where}",
         history=history,
@@ -56,7 +55,7 @@ def _odd(history: str, name: str, kind: str, places: list[tuple[int, int | None]
     )
 
 
-def moved(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> list[dict[str, Any]]:
+def moved(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str, kv: Array) -> list[Finding]:
     """Values in the wrong place: one finding, at the first layer whose tensor is the reference's, moved.
 
     kv: [n, S] the L2 of every appended state's entry. Tried on the last step where a tensor is off by more than
@@ -81,7 +80,7 @@ def moved(contract: Contract, trace: Trace, seen: Mapping[str, Array], history: 
         return []
     layer, name, step, how = places[0]
     return [
-        record.finding(
+        finding(
             "permuted",
             f"{history}: values permuted, not imprecise: {name} of layer {layer} {how}"
             + (f", and {len(places) - 1} tensors more" if len(places) > 1 else ""),
@@ -106,7 +105,7 @@ def _heads(got: Array, want: Array) -> str | None:
 
 def turned(
     contract: Contract, trace: Trace, seen: Mapping[str, Array], history: str, kv: Array, off: float
-) -> list[dict[str, Any]]:
+) -> list[Finding]:
     """Keys whose rotation is another one: a finding where layer 0's keys are off by more than `off`, its values hold
     everywhere, and every pair of channels that rotates keeps its length.
 
@@ -125,8 +124,8 @@ def turned(
         return []
     step, position = int(wrong[0]), int(positions[wrong[0]])
     text = f"{history}: keys of layer 0 turned by other angles than the reference's, from position {position} on"
-    where = {"history": history, "tensor": "key", "layer": 0, "step": step, "position": position}
-    return [record.finding("rotation", text, **where)]
+    where: Where = {"history": history, "tensor": "key", "layer": 0, "step": step, "position": position}
+    return [finding("rotation", text, **where)]
 
 
 def _same_pairs(got: Array, want: Array) -> bool:
@@ -147,7 +146,7 @@ def _same_pairs(got: Array, want: Array) -> bool:
     return False
 
 
-def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw: Array, off: float) -> list[dict]:
+def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw: Array, off: float) -> list[Finding]:
     """A window that hides nothing: a finding where the first position that is off is the first from which a window of
     the contract hides a slot, and layer 0, which reads none for its own K and V, holds there. Needs every position."""
     wrong = np.flatnonzero(~((kv <= off).all(axis=1) & ((raw <= off) if raw.size else True)))
@@ -158,7 +157,7 @@ def unhidden(contract: Contract, history: str, positions: Array, kv: Array, raw:
     if position not in contract.windows:
         return []
     text = f"{history}: off from position {position} on, the first where the window of {position} tokens hides a slot"
-    return [record.finding("no_window", text, history=history, step=step, position=position)]
+    return [finding("no_window", text, history=history, step=step, position=position)]
 
 
 def _others(trace: Trace, states: Sequence[State], position: int, mine: State) -> Iterator[tuple[str, Array]]:

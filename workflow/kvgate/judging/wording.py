@@ -1,7 +1,8 @@
 """Figures in words. Standard library only."""
 
 import math
-from typing import Any
+
+from kvgate.judging.records import StatePlace
 
 # A board's times a step, medians; the overhead is what `inference` takes beyond the runtime's own run time.
 TIMES = ("total", "inference", "npu", "cpu", "inputs", "cache", "overhead", "first_token")
@@ -14,7 +15,7 @@ def percent(value: float | None) -> str:
     return f"{100 * value:.{0 if value >= 1 else 2 if value >= 0.001 else 4}f} %"
 
 
-def place(state: str) -> dict[str, Any]:
+def place(state: str) -> StatePlace:
     """Where a state is: `layers.3.key` -> its name, its layer and its kind."""
     _, layer, kind = state.split(".")
     return {"state": state, "layer": int(layer), "tensor": kind}

@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 
 from kvgate.jobs import keys
+from kvgate.planning.module_facts import constants, modules
 
 KINDS = ("models", "weights", "strategies", "quants", "programs", "thresholds", "boards")
-_PACKAGE = Path(__file__).parents[1]
+MEASURES = "judging/measures"
+SCHEMA = Path(__file__).parents[2] / "schemas" / "config.schema.yaml"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -98,9 +100,21 @@ def _check_plain(value: Any, where: str) -> None:
         raise ConfigError(f"{where}: got the {type(value).__name__} {value}, allowed: a text, in quotes")
 
 
+def full_schema() -> dict[str, Any]:
+    """The schema of the config with the limits of every measure (judging/measures) among `thresholds`."""
+    schema: dict[str, Any] = yaml.load(SCHEMA.read_text(encoding="utf-8"), _LOADER)
+    thresholds = schema["properties"]["thresholds"]
+    own: dict[str, Any] = {}
+    for name in modules(MEASURES):
+        own |= deepcopy(constants(MEASURES, name).get("THRESHOLDS", {}))
+    thresholds["properties"] = own | thresholds["properties"]
+    thresholds["required"] = [key for key, part in thresholds["properties"].items() if "default" not in part]
+    return schema
+
+
 def _validate(config: dict[str, Any]) -> None:
     """Fill the schema's defaults in, then hold the config to it. Raises ConfigError with the first error."""
-    schema = yaml.load((_PACKAGE.parent / "schemas" / "config.schema.yaml").read_text(encoding="utf-8"), _LOADER)
+    schema = full_schema()
     _fill(config, schema, schema["$defs"])
     import jsonschema
 

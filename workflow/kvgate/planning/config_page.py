@@ -1,12 +1,10 @@
 """config/README.md, rendered from the schema: `python -m kvgate.planning.config_page` prints it, a test compares."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
-import yaml
+from kvgate.planning.config import full_schema
 
-SCHEMA = Path(__file__).parents[2] / "schemas" / "config.schema.yaml"
 _FILES = {
     "models": "models.yaml",
     "weights": "weights.yaml",
@@ -20,11 +18,12 @@ _FILES = {
 
 def render() -> str:
     """The page in Markdown: every key with its type, default, limits and meaning."""
-    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
+    schema = full_schema()
     lines = [
         "# Configuration",
         "",
-        "Rendered from workflow/schemas/config.schema.yaml by `python -m kvgate.planning.config_page`; do not edit.",
+        "Rendered from workflow/schemas/config.schema.yaml and the measures' limits by",
+        "`python -m kvgate.planning.config_page`; do not edit.",
         "",
         "`config.yaml` holds the sweep, the other files one kind of thing each, by name. What you give with",
         "`--configfile` or `--config` goes over them: dictionaries merge, everything else is replaced.",

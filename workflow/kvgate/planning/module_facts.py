@@ -18,6 +18,8 @@ def constants(folder: str, name: str) -> dict[str, Any]:
         key, value = node.targets[0].id, node.value
         if not key.isupper() or key.startswith("_"):
             continue
+        if isinstance(value, ast.Call):  # made when it is imported: no literal
+            continue
         if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
             found[key] = constants(folder, value.value.id)[value.attr]
         else:
@@ -28,6 +30,13 @@ def constants(folder: str, name: str) -> dict[str, Any]:
 @cache
 def parsed(folder: str, name: str) -> ast.Module:
     return ast.parse((_PACKAGE / folder / f"{name}.py").read_text(encoding="utf-8"))
+
+
+def modules(folder: str) -> list[str]:
+    """The names that a folder of the package offers: its modules, or its sub-folders with a host half."""
+    if folder == "strategies":
+        return sorted(p.parent.name for p in (_PACKAGE / folder).glob("*/host.py"))
+    return sorted(p.stem for p in (_PACKAGE / folder).glob("*.py") if p.stem != "__init__")
 
 
 def cacheless(strategy: dict[str, Any]) -> bool:

@@ -18,9 +18,10 @@ from kvgate.board import environment
 from kvgate.jobs import digest, hashed, record
 from kvgate.jobs.job import record_path
 from kvgate.jobs.rows import ROW
+from kvgate.judging.records import Verdict
 from kvgate.remote import agent_zip
 from kvgate.report import bundle_text, ship
-from kvgate.report.bundle_row import TABLES, TOKENIZER, Refused, RowFiles, Source
+from kvgate.report.bundle_row import TABLES, TOKENIZER, Facts, Refused, RowFiles, Source
 from kvgate.serving import today
 
 FACTS, SUMS = "bundle.json", "SHA256SUMS"
@@ -44,7 +45,7 @@ class Written:
     refused: dict[str, str] = field(default_factory=dict)  # to the reason, one line
 
 
-def write(results: Path, name: str, verdicts: Iterable[Mapping[str, Any]], wanted: Collection[str]) -> Written:
+def write(results: Path, name: str, verdicts: Iterable[Verdict], wanted: Collection[str]) -> Written:
     """Make the bundles of a sweep what its verdicts say, and remove all others of it.
 
     wanted: the config's sweep.bundle. A row whose files are gone, or not what their stages recorded, is refused.
@@ -179,10 +180,10 @@ def _fill(part: Path, row: RowFiles, made: Made) -> None:
     seal(part, facts, known)
 
 
-def seal(folder: Path, facts: dict[str, Any], known: Mapping[str, str]) -> None:
+def seal(folder: Path, facts: Facts, known: Mapping[str, str]) -> None:
     """Write bundle.json with the sizes of all files, and SHA256SUMS. known: files to their sha256, where one knows."""
     names = sorted({str(x.relative_to(folder)) for x in folder.rglob("*") if x.is_file()} - {FACTS, SUMS})
-    body = facts | {"sizes": {name: (folder / name).stat().st_size for name in names}}
+    body = {**facts, "sizes": {name: (folder / name).stat().st_size for name in names}}
     (folder / FACTS).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     lines = [f"{known.get(name) or record.sha256(folder / name)}  {name}\n" for name in sorted([*names, FACTS])]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")

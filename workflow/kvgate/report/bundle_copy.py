@@ -2,10 +2,11 @@
 
 import shutil
 from pathlib import Path
+from typing import cast
 
 from kvgate.jobs import record
 from kvgate.report import bundle
-from kvgate.report.bundle_row import GRAPH, Refused
+from kvgate.report.bundle_row import GRAPH, Facts, Refused
 
 
 def main(folder: Path, into: Path, with_graph: bool) -> int:
@@ -33,7 +34,9 @@ def main(folder: Path, into: Path, with_graph: bool) -> int:
                 raise Refused(f"{source}: got another content than its checksum")
         if with_graph:
             del facts["sizes"]
-            bundle.seal(part, facts, {name: sha for name, (_, sha) in files.items() if name != bundle.FACTS})
+            bundle.seal(
+                part, cast(Facts, facts), {name: sha for name, (_, sha) in files.items() if name != bundle.FACTS}
+            )
         else:
             shutil.copyfile(folder / bundle.SUMS, part / bundle.SUMS)
         part.rename(into)

@@ -2,17 +2,17 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvgate.contract import Contract, canonical, sha256_text
 from kvgate.jobs import digest, hashed, record
 from kvgate.jobs.job import Job, changed, record_path
 from kvgate.jobs.rows import DECODE, HOST_MASK, HOST_PLATFORM, ONNXRUNTIME
 from kvgate.judging import behaviour
+from kvgate.judging.records import Verdict
 
 GRAPH = ("model.onnx", "weights.bin")  # the second one only where the graph has its weights outside
 TOKENIZER, TABLES = "tokenizer.json", "host.npz"
@@ -54,10 +54,41 @@ class Source:
         return got
 
 
+class PartFacts(TypedDict):
+    graph: str  # the graph's folder, seen from the bundle's
+    contract_digest: str
+    custom_string: str  # of the artifact; empty where there is none
+
+
+class PieceFacts(TypedDict):
+    part: str
+    contract_digest: str
+    custom_string: str
+
+
+class Facts(PartFacts):
+    """bundle.json but for the sizes: what runs the bundle goes by it. The part's own fields are those of `decode`."""
+
+    version: int
+    row: dict[str, str]
+    verdict: str
+    ships: str  # as what it is handed over: `pass`, `warn`, `behaves`
+    platform: str
+    engine: str
+    artifact: str  # `model.rknn`, or `model.onnx` of a row of ONNX Runtime
+    parts: dict[str, PartFacts]  # beside `decode`
+    pieces: list[PieceFacts]  # of `decode`, in the order in which they run
+    toolkit: str  # its version; empty where there is no artifact
+    mask: float
+    end_ids: list[int]
+    special: dict[str, Any]  # the tokenizer's special tokens, as transformers gives them
+    made_from: dict[str, str]  # files that take seconds to make, to what they are made from
+
+
 class RowFiles:
     """A row's files and records in the results folder."""
 
-    def __init__(self, results: Path, verdict: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, results: Path, verdict: Verdict, folder: Path) -> None:
         """folder: where the bundle will lie."""
         self.results, self.verdict, self.folder = results, verdict, folder
         self.row: dict[str, str] = verdict["row"]
@@ -163,7 +194,7 @@ class RowFiles:
         files = {x: self.source("fetch", x).held() for x in self.listed("fetch") if x.endswith(kinds)}
         return sha256_text(canonical([_MAKES, files, digest.installed(("transformers", "tokenizers"))]))
 
-    def facts(self, special: dict[str, Any]) -> dict[str, Any]:
+    def facts(self, special: dict[str, Any]) -> Facts:
         """bundle.json but for the sizes."""
         identity = self.artifacts[DECODE].get("identity", {})
         return {
@@ -184,7 +215,7 @@ class RowFiles:
             "made_from": {TABLES: self.tables, TOKENIZER: self.tokenizer},
         }
 
-    def _of(self, part: str) -> dict[str, str]:
+    def _of(self, part: str) -> PartFacts:
         """Which graph and artifact a part is; the graph's folder from the bundle's own: a PC runs that."""
         graph = self.path("export", part=part).parent
         here = "." if part == DECODE else part
@@ -194,7 +225,7 @@ class RowFiles:
             "custom_string": self.artifacts[part].get("custom_string", ""),
         }
 
-    def _piece(self, name: str) -> dict[str, str]:
+    def _piece(self, name: str) -> PieceFacts:
         """A piece of `decode`, in the order in which they run. Raises Refused."""
         told, built = self.source("export", f"{name}.json"), self.source("build", f"{name}/contract.json")
         told.held()

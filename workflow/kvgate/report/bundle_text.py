@@ -1,13 +1,13 @@
 """What a bundle says of itself in words: its README, its requirements, and the programs in its folder."""
 
-from collections.abc import Mapping
 from datetime import date
-from typing import Any
 
 from kvgate.jobs.rows import ONNXRUNTIME, SIMULATOR
-from kvgate.judging import behaviour
+from kvgate.judging import behaviour, measures
+from kvgate.judging.records import Verdict
 from kvgate.judging.wording import TIMES
 from kvgate.report import columns
+from kvgate.report.bundle_row import Facts
 
 _ENTRY = """\
 import os
@@ -31,16 +31,8 @@ except Exception as error:  # of numpy, or of a file of this folder
 signal.signal(signal.SIGINT, usual)
 sys.exit(main(sys.argv[1:], FOLDER))
 """
-_FIGURES = {
-    "kv_l2_worst": "K and V off by at most",
-    "kv_l2_median": "K and V, median",
-    "state_l2_worst": "other states off by at most",
-    "logits_l2_worst": "logits off by at most",
-    "logits_l2_median": "logits, median",
-    "top1": "steps with the reference's best token",
-    "tokens_end": "prompts with all tokens right",
-    "perplexity": "perplexity",
-    "perplexity_reference": "perplexity of the float32 reference",
+# Columns of the table behind the measures' own, and their words.
+_COSTS = {
     "cpu_operators": "operators left to the CPU",
     "predicted_cycles": "predicted Mcycles a token",
     "predicted_traffic_bytes": "predicted traffic, MiB a token",
@@ -56,7 +48,7 @@ def entry(program: str) -> str:
     return _ENTRY.format(program=program)
 
 
-def requirements(facts: dict[str, Any]) -> str:
+def requirements(facts: Facts) -> str:
     lines = ["numpy>=1.21", "tokenizers>=0.20", "jinja2>=3.1.6"]
     if facts["artifact"] == "model.rknn":
         lines += [f'rknn-toolkit-lite2=={facts["toolkit"]}; platform_machine == "aarch64"']
@@ -66,14 +58,13 @@ def requirements(facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme(
-    verdict: Mapping[str, Any], facts: Mapping[str, Any], capacity: int, licence: str, day: date | None = None
-) -> str:
+def readme(verdict: Verdict, facts: Facts, capacity: int, licence: str, day: date | None = None) -> str:
     """README.md: the row's numbers, and how to run it. day: that the chat template is told, where it asks for one."""
     row, chip = facts["row"], facts["artifact"] == "model.rknn"
     risks = "".join(f"- {text}\n" for text in verdict["risks"])
     seen = f"\nSeen right on a PC and wrong on boards:\n\n{risks}" if risks else ""
-    cells = zip(_FIGURES.values(), columns.cells(verdict, list(_FIGURES), people=True), strict=True)
+    figures = {name: words for of in measures.every() for name, words in of.bundle.items()} | _COSTS
+    cells = zip(figures.values(), columns.cells(verdict, list(figures), people=True), strict=True)
     numbers = "\n".join(f"| {title} | {cell} |" for title, cell in cells if cell)
     where = f"On the board ({row['platform']}), in this folder" if chip else "In this folder"
     pc = """
@@ -121,14 +112,14 @@ curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/jso
 """
 
 
-def _prompt(verdict: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _prompt(verdict: Verdict, facts: Facts) -> str:
     tokens = verdict["figures"].get("prefill_tokens")
     if not facts["parts"] or not tokens:
         return "A prompt is read one token a step."
     return f"`prefill/` reads a prompt {tokens} tokens a step (not by `--backend native`), the last one by itself."
 
 
-def _pieces(facts: Mapping[str, Any]) -> str:
+def _pieces(facts: Facts) -> str:
     if not facts["pieces"]:
         return ""
     names = ", ".join(f"`{x['part']}/`" for x in facts["pieces"])
@@ -141,7 +132,7 @@ def _day(day: date | None) -> str:
     return f"\n- The chat template asks for the date. It is told {day:%d %B %Y}, as in the reference, whatever the day."
 
 
-def _standing(verdict: Mapping[str, Any], backend: str) -> str:
+def _standing(verdict: Verdict, backend: str) -> str:
     """How good the row is, in its README's first lines."""
     if behaviour.ships(verdict) != "behaves":
         return f"Verdict **{verdict['verdict']}** {_judge(backend)}: {verdict['reason']}."

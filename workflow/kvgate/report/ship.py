@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvgate.jobs.rows import HOST_PLATFORM, ROW
 from kvgate.judging import behaviour
+from kvgate.judging.records import Verdict
 from kvgate.report import columns
 
-Verdict = Mapping[str, Any]
 WORDS = {"pass": "pass", "warn": "warn", "behaves": "red by the gates, behaves"}
 PROMPT = "What is the capital of France?"
 _ASKED = f'"{PROMPT}"'

@@ -8,27 +8,20 @@ from typing import Any
 
 from kvgate.jobs.job import record_path
 from kvgate.jobs.rows import Row
-from kvgate.judging import judged
+from kvgate.judging import judged, measures
+from kvgate.judging.records import Verdict
 from kvgate.report import bundle, columns, ship
 
-Verdict = Mapping[str, Any]
 _NONE: Mapping[str, str] = {}
 VERDICTS = ("pass", "warn", "fail", "blocked")
-# The terminal's columns: name of a column of the table, title.
-_COMPACT = (
+# The terminal's columns: name of a column of the table, title. The measures' own stand between.
+_NAMES = (
     ("strategy", "strategy"),
     ("quant", "quant"),
     ("dtype", "dtype"),
     ("verdict", "verdict"),
-    ("kv_l2_worst", "K/V worst"),
-    ("kv_l2_over_1_percent", "over 1 %"),
-    ("state_l2_worst", "state worst"),
-    ("logits_l2_worst", "logits"),
-    ("top1", "top-1"),
-    ("tokens_end", "to end"),
-    ("perplexity_ratio", "perplexity x"),
-    ("top1_text", "top-1 text"),
-    ("behaves", "behaves"),
+)
+_COSTS = (
     ("cpu_operators", "CPU ops"),
     ("predicted_cycles", "Mcycles*"),
     ("first_token_cycles", "prompt of 64*"),
@@ -52,8 +45,10 @@ def load(results: Path, rows: Iterable[Mapping[str, str]], outdated: Mapping[str
     for row in rows:
         where = record_path("judge", dict(row))
         if (results / where).exists():
-            stale = {"stale": outdated[where]} if where in outdated else {}
-            found.append(judged.read(results / where) | stale)
+            verdict = judged.read(results / where)
+            if where in outdated:
+                verdict["stale"] = outdated[where]
+            found.append(verdict)
     return found
 
 
@@ -62,8 +57,9 @@ def compact(verdicts: Sequence[Verdict]) -> str:
     shared = ("model", "weights", "platform", "backend")
     lead = [name for name in shared if len({v["row"][name] for v in verdicts}) > 1]
     there = set(columns.names(verdicts))
+    measured = [x for of in measures.every() for x in of.terminal.items()]
     titled = [
-        *(x for x in _COMPACT if x[0] in there),
+        *(x for x in (*_NAMES, *measured, *_COSTS) if x[0] in there),
         *(x for x in _MEASURED if any(v["figures"].get(x[0]) is not None for v in verdicts)),
     ]
     rows = [[*lead, *(title for _, title in titled)]]

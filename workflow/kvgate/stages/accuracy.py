@@ -18,7 +18,7 @@ from kvgate.compiler.snapshot import Snapshot, finite, parsed
 from kvgate.contract import Contract
 from kvgate.jobs import record
 from kvgate.jobs.job import Job
-from kvgate.judging import compare, metrics
+from kvgate.judging import errors, metrics
 from kvgate.observe import Trace
 from kvgate.stages import build
 
@@ -146,7 +146,7 @@ def _compared(
         logits = metrics.l2(metrics.centred(step.logits[None]), metrics.centred(trace.logits[position][None]))
     at = np.array([position])
     known = {x: got for x, got in step.states.items() if x not in trace.replaced or position in trace.at}
-    pairs = [(got[None], compare.wanted(trace, name, at)) for name, got in known.items()]
+    pairs = [(got[None], errors.wanted(trace, name, at)) for name, got in known.items()]
     worst = float(np.max([metrics.l2(got, want) for got, want in pairs])) if pairs else None  # NaN stays
     return {
         "logits_l2": logits if logits is None else finite(logits),

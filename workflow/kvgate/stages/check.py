@@ -9,6 +9,7 @@ run. Reads the graph's files beside its record, and the traces. Writes observati
 import io
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvgate.engines.onnxruntime import Engine
 from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
 from kvgate.jobs.rows import DECODE, PREFILL
-from kvgate.judging import compare, metrics
+from kvgate.judging import compare, measures, metrics
 from kvgate.observe import Trace, histories, observe
 from kvgate.strategies.host import Host
 
@@ -34,7 +35,8 @@ def run(job: Job) -> dict[str, Any]:
     host = graph_files.opened(job, contract, job.config["mask"])
     engine = Engine(graph_files.graph(job), contract)
     pieces = [(Engine(graph, of), of) for graph, of in graph_files.pieces(job)]
-    files, programs, findings, isolated = {}, {}, [], False
+    files, programs, isolated = {}, {}, False
+    findings: list[Mapping[str, Any]] = []
     exported = job.read("export")
     moved = "moved.npz" in exported["files"]
     if moved:
@@ -52,11 +54,12 @@ def run(job: Job) -> dict[str, Any]:
             findings += _in_pieces(engine, host, Chain(pieces), trace, job.config["isolated"])
         asked = histories(contract, program["histories"])
         seen = observe(engine, host, trace, asked, job.config["isolated"], _say(name))
-        programs[name], found = compare.differences(contract, trace, seen, LIMIT)
+        programs[name], differs = compare.differences(contract, trace, seen, LIMIT)
+        found: list[Mapping[str, Any]] = [*differs]
         if contract.part == PREFILL and program["kind"] == "chat" and not moved:
             found += _spoken(job, engine, contract, trace)
         isolated |= "isolated/positions" in seen
-        findings += [x | {"program": name} for x in found if not moved]
+        findings += [{**x, "program": name} for x in found if not moved]
         buffer = io.BytesIO()
         np.savez(buffer, **seen)  # type: ignore[arg-type]
         file = f"observations/{name}.npz"
@@ -72,22 +75,22 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]:
-    """The worst K/V delta, centred logits error and, where there are such, replaced state of an ideal float16 run, over
-    the programs' forced histories; the isolated ones where a program has no other."""
+    """The worst of each measure that has a least error in float16, of an ideal float16 run, over the programs' forced
+    histories; the isolated ones where a program has no other. K/V, the logits, and what else the graph returns."""
     try:
         engine = Engine(ideal.written(graph_files.graph(job), job.folder / "ideal"), contract)
     finally:
         shutil.rmtree(job.folder / "ideal")
-    found: dict[str, list[float | None]] = {"logits_l2": []}
+    found: dict[str, list[float | None]] = {}
     for name, program in job.config["programs"].items():
         trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
         history = "isolated" if program["histories"] == ["isolated"] else "forced"
         seen = observe(engine, host, trace, [history], job.config["isolated"], _say(f"float16 {name}"))
         figures = compare.compare(contract, trace, seen)[0]["histories"][history]
-        for measure, field in (("kv_l2", "kv"), ("state_l2", "replaced")):
-            if figures[field]:
-                found.setdefault(measure, []).append(figures[field]["worst"]["value"])
-        found["logits_l2"].append(figures["logits"]["centred"]["worst"]["value"])
+        for of in measures.every():
+            worst = of.worst(figures)
+            if worst is not None:
+                found.setdefault(of.name, []).append(worst["value"])
     return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
 
 

@@ -7,7 +7,7 @@ this and tabulate. Takes blocked inputs: a blocked row has a verdict too.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -16,27 +16,29 @@ from kvgate.contract import Contract
 from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
 from kvgate.jobs.rows import ROW
-from kvgate.judging import behaviour, boards, explanations, gates, summary, wording
+from kvgate.judging import boards, explanations, gate, gates, measures, summary, wording
+from kvgate.judging.gate import Gate
+from kvgate.judging.measure import Array, Row
+from kvgate.judging.records import Finding, Place, Record, Verdict, finding
 from kvgate.report import columns
 
 TAKES_BLOCKED = True
-Array = np.ndarray
 
 
-def run(job: Job) -> dict[str, Any]:
-    """The verdict's body: `verdict`, `reason`, `first`, `gates`, `risks`, `findings`, `row`, `figures`, `announce`."""
+def run(job: Job) -> Verdict:
     row = {k: v for k, v in job.wildcards.items() if k in ROW}
     try:
         inputs = {label: job.read(label) for label in job.inputs}
         body = _blocked(inputs) or _judged(job, inputs)
     except record.Blocked as why:  # a file that is not what its stage wrote
-        body = _unjudged(job.stage, {"reason": why.reason, "findings": why.findings}) | why.facts
+        body = _unjudged(job.stage, {"reason": why.reason, "findings": why.findings})
+        body |= cast(Verdict, why.facts)
     body["row"] = row
     body["announce"] = columns.line(body)
     return body
 
 
-def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+def _blocked(inputs: Mapping[str, Record]) -> Verdict | None:
     """The first blocked input blocks the row, for its reason."""
     # The simulator's verdict is only compared with; its row is blocked by itself.
     found = next((x for x in inputs.items() if x[0] != "simulator" and x[1]["status"] == "blocked"), None)
@@ -46,7 +48,7 @@ def _blocked(inputs: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     return _unjudged(above.get("blocked_by", label.split(".")[0]), above)
 
 
-def _unjudged(stage: str, above: Mapping[str, Any]) -> dict[str, Any]:
+def _unjudged(stage: str, above: Record) -> Verdict:
     return {
         "verdict": "blocked",
         "reason": above.get("reason") or f"{stage} gave no reason",
@@ -58,7 +60,7 @@ def _unjudged(stage: str, above: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _judged(job: Job, inputs: Mapping[str, Record]) -> Verdict:
     contract = graph_files.contract(job)
     build = inputs.get("build", {})
     others = {k.partition(".")[2]: x for k, x in inputs.items() if k.startswith("build.")}
@@ -70,21 +72,23 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     limits = job.config["thresholds"]
     found = [g for name in metrics for g in gates.judge(name, metrics[name], arrays[name], limits)]
     if not found:
-        found = [gates.Gate("compared", "fail", "no comparison was made")]
+        found = [Gate("compared", "fail", "no comparison was made")]
     elif contract.cache_outputs():
         for part in sorted({m["part"] for m in metrics.values()}):
             own = {name: a for name, a in arrays.items() if metrics[name]["part"] == part}
             found += gates.capacity(contract.cache.capacity, own, part)
     ran = inputs.get("run", {})
     found += boards.gates(ran, inputs.get("selftest"))
-    verdict = gates.worst([g.verdict for g in found])
-    findings = [x for b in (build, *others.values()) for x in b.get("findings", ())]
+    verdict = gate.worst([g.verdict for g in found])
+    findings: list[Record] = [x for b in (build, *others.values()) for x in b.get("findings", ())]
     findings += [*ran.get("findings", ()), *_unseen(contract)]
     findings += [x | {"program": name} for name, m in metrics.items() for x in m["findings"]]
-    broken = sorted((g for g in found if g.verdict == verdict), key=gates.Gate.place) if verdict != "pass" else []
+    broken = sorted((g for g in found if g.verdict == verdict), key=gates.place) if verdict != "pass" else []
     first = broken[0] if broken else None
-    place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name} if first else {}
-    place |= first.first if first else {}
+    place: Place = {}
+    if first:
+        place = {"stage": "verify", "program": first.program, "history": first.history, "gate": first.name}
+        place |= first.first
     outside = inputs["verify"].get("coverage", {})
     evidence = _as_built(job, _evidence(contract, build, findings, arrays, found, place, outside))
     known = first is None or first.name in (*gates.OF_BOARD, *gates.OF_SWEEP)  # its text is the cause
@@ -105,26 +109,26 @@ def _judged(job: Job, inputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "coverage": outside,
         "risks": [*risks, *(x["text"] for x in ran.get("findings", ()) if x["kind"] == "version_mismatch")],
         "findings": findings,
-        "figures": summary.figures(contract, build, metrics, arrays)
+        "figures": summary.figures(contract, build, Row(contract, metrics, arrays, limits))
         | summary.parts(contract.cache.capacity, build, others)
-        | {"behaviour": behaviour.measure(metrics, limits["behaviour"]), "float16": inputs["check"].get("float16")}
-        | {"dtype": evidence.dtype or "fp32"}
+        | {"float16": inputs["check"].get("float16"), "dtype": evidence.dtype or "fp32"}
         | boards.figures(ran, inputs.get("simulator"), build),
     }
 
 
-def _unseen(contract: Contract) -> list[dict[str, Any]]:
+def _unseen(contract: Contract) -> list[Finding]:
     """A finding a window that sees less than the cache keeps: what lies beyond is fed, and masked, at every step."""
-    kept, found = contract.cache.capacity, []
+    kept = contract.cache.capacity
+    found: list[Finding] = []
     for mask, window in enumerate(contract.windows):
         layers = [str(n) for n, layer in enumerate(contract.layers) if layer.mask == mask]
         if window is not None and window < kept and layers and contract.cache_inputs():
             text = f"layers {', '.join(layers)} see the last {window} of {kept} slots, and keep all"
-            found.append(record.finding("unseen", text, window=window))
+            found.append(finding("unseen", text, window=window))
     return found
 
 
-def _reason(verdict: str, first: gates.Gate | None, cause: str, found: list[gates.Gate]) -> str:
+def _reason(verdict: str, first: Gate | None, cause: str, found: list[Gate]) -> str:
     """One short sentence: the cause where there is one, what broke and where it broke first."""
     if first is None:
         return f"all {len(found)} gates hold"
@@ -141,21 +145,21 @@ def _limit(verdict: str, dtype: str, float16: Mapping[str, float | None] | None)
     """Beside a float16 row's error the one that no float16 run of the model is free of: no fault to look for."""
     if verdict == "pass" or dtype != "fp16" or not float16:
         return ""
-    titles = {"kv_l2": "K/V", "state_l2": "states", "logits_l2": "logits"}
-    texts = (f"{title} {wording.percent(float16[name])}" for name, title in titles.items() if name in float16)
+    known = [x for x in measures.every() if x.floor and x.name in float16]
+    texts = (f"{x.title} {wording.percent(float16[x.name])}" for x in known)
     return f"; float16's own limit for this model: {', '.join(texts)}"
 
 
 def _evidence(
     contract: Contract,
-    build: dict[str, Any],
-    findings: list[dict[str, Any]],
-    arrays: dict[str, dict[str, Array]],
-    found: list[gates.Gate],
-    place: dict[str, Any],
+    build: Record,
+    findings: list[Record],
+    arrays: Mapping[str, Mapping[str, Array]],
+    found: list[Gate],
+    place: Place,
     outside: dict[str, float],
 ) -> explanations.Evidence:
-    verdict = gates.worst([g.verdict for g in found])
+    verdict = gate.worst([g.verdict for g in found])
     broken, steps = [], []
     for g in found:
         if g.program in arrays and f"{g.history}/positions" in arrays[g.program]:
@@ -187,14 +191,14 @@ def _as_built(job: Job, evidence: explanations.Evidence) -> explanations.Evidenc
     return replace(evidence, dtype=platforms.dtype(identity["quant"]), mask=identity["mask_value"])
 
 
-def _checked(check: dict[str, Any]) -> float | None:
-    """The check's worst L2, of logits and states; None where it compared nothing or something that is not finite."""
-    names = ("logits_l2", "kv_l2", "state_l2")
+def _checked(check: Record) -> float | None:
+    """The check's worst L2 of logits and states; None where it compared nothing or something that is not finite."""
+    names = [x.name for x in measures.every() if x.floor]
     values = [facts[name] for facts in check.get("programs", {}).values() for name in names if name in facts]
     return max(values) if values and None not in values else None
 
 
-def _early_late(arrays: dict[str, dict[str, Array]]) -> tuple[float | None, float | None]:
+def _early_late(arrays: Mapping[str, Mapping[str, Array]]) -> tuple[float | None, float | None]:
     """Median K/V delta of the isolated steps in the first and last quarter of the positions; the first token apart."""
     found = [(a["isolated/positions"], a["isolated/kv"]) for a in arrays.values() if "isolated/positions" in a]
     found = [(p, kv) for p, kv in found if kv.size]

@@ -10,6 +10,7 @@ from typing import Any
 from kvgate.jobs import record, store
 from kvgate.jobs.job import Job
 from kvgate.judging import judged
+from kvgate.judging.records import Verdict
 from kvgate.report import bundle, columns, ship, table
 from kvgate.report.columns import UNITS
 
@@ -42,7 +43,7 @@ def run(job: Job) -> dict[str, Any]:
     } | ({"refused": written.refused, "again": True} if written.refused else {})
 
 
-def _markdown(sweep: str, verdicts: list[dict[str, Any]]) -> str:
+def _markdown(sweep: str, verdicts: list[Verdict]) -> str:
     names = columns.names(verdicts)
     counts = ", ".join(f"{sum(v['verdict'] == name for v in verdicts)} {name}" for name in table.VERDICTS)
     titles = [UNITS[name][0] if name in UNITS else name.replace("_", " ") for name in names]
