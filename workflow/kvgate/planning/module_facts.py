@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvgate.jobs.entries.strategy import Decode
+
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -30,6 +32,6 @@ def parsed(folder: str, name: str) -> ast.Module:
     return ast.parse((_PACKAGE / folder / f"{name}.py").read_text(encoding="utf-8"))
 
 
-def cacheless(strategy: dict[str, Any]) -> bool:
+def cacheless(strategy: Decode) -> bool:
     """Whether a strategy's entry keeps nothing between steps."""
     return bool(constants(f"strategies/{strategy['module']}", "host").get("CACHELESS"))
