@@ -48,7 +48,7 @@ class Job:
     inputs: dict[str, Path]
     results: Path
     base: Path = Path()  # the repository's folder: text files in the config are relative to it
-    key: dict[str, Any] = field(default_factory=dict)
+    key: Mapping[str, Any] = field(default_factory=dict)
     # What was opened and how it lay then: (label, file) to hashed.state.
     _opened: dict[tuple[str, str], hashed.State] = field(init=False, default_factory=dict, repr=False, compare=False)
 
