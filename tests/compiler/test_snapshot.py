@@ -121,22 +121,22 @@ def test_saturation_and_range():
     found = snapshot.measure(golden, got, SPAN)
     assert found["outside"] == found["saturated"] == 0.25
     assert found["clipped_l2"] == pytest.approx(0.73 / np.linalg.norm(golden), rel=1e-3)
-    assert snapshot.measure(golden, got, {})["saturated"] is None
+    assert snapshot.measure(golden, got, None)["saturated"] is None
 
 
 def test_order_and_overflow():
     golden = np.arange(1, 9, dtype=np.float32)
-    moved = snapshot.measure(golden, golden[::-1].copy(), {})
+    moved = snapshot.measure(golden, golden[::-1].copy(), None)
     assert moved["sorted_l2"] == 0.0
-    huge = snapshot.measure(np.array([7e4, 1], np.float32), np.array([np.inf, 1], np.float32), {})
+    huge = snapshot.measure(np.array([7e4, 1], np.float32), np.array([np.inf, 1], np.float32), None)
     assert huge["overflow"] == 2 and huge["sorted_l2"] is None
 
 
 def test_channels():
     array = np.ones((1, 32, 1, 2), np.float32)
     array[0, 5] = -50
-    assert snapshot.measure(array, array, {})["channels"] == 50
-    assert snapshot.measure(array[:, :8], array[:, :8], {})["channels"] is None
+    assert snapshot.measure(array, array, None)["channels"] == 50
+    assert snapshot.measure(array[:, :8], array[:, :8], None)["channels"] is None
 
 
 def test_the_list_of_ranges(tmp_path: Path):
@@ -158,7 +158,7 @@ def test_the_list_of_ranges(tmp_path: Path):
     assert built._converted("key.0_int8")["dtype"] == "float16" and built._converted("key.0_int8")["scale"] is None
     assert "w" not in dump.ranges  # of channels
     assert dump._converted("key.0_int8")["scale"] == pytest.approx(0.01)
-    assert dump._converted("key.0_float16") == {}
+    assert dump._converted("key.0_float16") is None
     wider = snapshot.Snapshot(tmp_path, "model.onnx", headroom=4.0)  # its ends are in the list, its scale is not
     assert wider.ranges["x"] == dump.ranges["x"] | {"scale": pytest.approx(4 * 0.0118)}
     assert wider.ranges["h"] == dump.ranges["h"]

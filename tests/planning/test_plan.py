@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from kvgate.jobs import keys
 from kvgate.planning import plan
 from kvgate.planning.config import ConfigError
 
@@ -34,6 +35,13 @@ def test_a_key_holds_the_keys_of_what_it_reads(tiny):
     for node in tiny.nodes():
         held = json.loads(node.key)["inputs"]
         assert held == {label: [below.record, below.short] for label, below in node.inputs.items()}
+
+
+def test_a_key_has_the_parts_that_its_type_names(tiny):
+    for node in tiny.nodes():
+        parts = keys.parts(keys.pack(node.key))
+        assert parts.keys() == keys.Key.__annotations__.keys()
+        assert parts["code"].keys() == keys.Code.__annotations__.keys()
 
 
 def test_rows_keep_the_order_of_the_config():

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvgate.jobs.record import finding
 
@@ -122,6 +122,20 @@ class Line:
     traffic: float | None  # RW column, units of 1024 bytes
 
 
+class Summary(TypedDict):
+    """Figures of a build record. None where the platform's table lacks the column. Bytes are predicted ones."""
+
+    rows: int
+    operators: dict[str, int]  # `Operator@Target` to how many
+    cpu_operators: dict[str, int]
+    cpu_names: list[str]
+    cycles: int | None
+    operator_cycles: dict[str, int]  # `Operator@Target` to cycles; only operators that have some
+    traffic_bytes: int | None
+    weight_bytes: int | None
+    internal_bytes: int | None
+
+
 @dataclass(frozen=True)
 class Table:
     rows: tuple[Line, ...]
@@ -129,8 +143,7 @@ class Table:
     weights: float | None  # units of 1024 bytes
     internal: float | None  # units of 1024 bytes
 
-    def summary(self) -> dict[str, Any]:
-        """Figures of a build record. None where the platform's table lacks the column. Bytes are predicted ones."""
+    def summary(self) -> Summary:
         work = [r for r in self.rows if r.operator not in ("InputOperator", "OutputOperator")]
         cpu = Counter(r.operator for r in work if r.target == "CPU")
         return {

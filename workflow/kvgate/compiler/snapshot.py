@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -70,6 +70,52 @@ class Node:
     inputs: tuple[str, ...]
 
 
+class Range(TypedDict):
+    """Of a tensor; scale and zero where its integers have one of each."""
+
+    dtype: str
+    low: float
+    high: float
+    scale: float | None
+    zero: int | None
+
+
+class Figures(TypedDict, total=False):
+    """Of a tensor that both runs dumped, see `measure`. None: no number of JSON's, or no integers."""
+
+    golden: list[float | None]  # its smallest and largest value in float32
+    overflow: int  # values that float16 has not
+    sorted_l2: float | None
+    channels: float | None
+    outside: float | None  # share of float32's values outside the range
+    clipped_l2: float | None
+    saturated: float | None  # share of the simulator's values at the range's ends
+
+
+class Errors(Figures):
+    """Of an operator: its errors, its tensor's range and figures."""
+
+    accumulated_cosine: float | None
+    isolated_cosine: float | None
+    accumulated_l2: float | None
+    isolated_l2: float | None
+    dtype: str | None
+    low: float | None
+    high: float | None
+    scale: float | None
+
+
+class Row(Errors):
+    """An operator: what it is, where, and its errors."""
+
+    operator: str
+    tensor: str  # what it gives
+    module: str  # of the model; empty where it is of none
+    layer: int | None
+    cpu: bool
+    inputs: list[str] | None  # None: the fused graph does not say
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Raises Blocked where a file of the toolkit's is missing or cannot be read."""
@@ -98,8 +144,8 @@ class Snapshot:
         return parsed(path, np.load) if path.is_file() else None
 
     @cached_property
-    def ranges(self) -> dict[str, dict[str, Any]]:
-        """Of each tensor: dtype, low, high, scale, zero; empty where there is no list."""
+    def ranges(self) -> dict[str, Range]:
+        """Of each tensor with one for the whole of it; empty where there is no list."""
         import yaml
 
         path = self.folder / ranges_file(self.graph)
@@ -110,14 +156,17 @@ class Snapshot:
         # The list is from before a hybrid build's tensors were chosen: by patterns, which the list names then, or by
         # the toolkit. Its log, and so the build's record, has all of those in float16 and none in int16.
         chosen = (read["custom_quantize_layers"] or {}) | dict(self.hybrid)
-        found = {}
+        found: dict[str, Range] = {}
         # The scales in the list are still the calibration's: the second step makes its own from the ends.
         for name, entry in read["quantize_parameters"].items():
             # An output that became float16 has no conversion left: `key.0.out_int8` is then `key.0.out` itself.
             dtype = chosen.get(name) or chosen.get(_outside(name))
             span = _range(entry | {"dtype": dtype, "scale": [], "zero_point": []} if dtype else entry)
-            found[name] = span | {"scale": span["scale"] * self.headroom} if span.get("scale") else span
-        return {name: span for name, span in found.items() if span}
+            if span and span["scale"]:
+                span["scale"] *= self.headroom
+            if span:
+                found[name] = span
+        return found
 
     @cached_property
     def nodes(self) -> dict[str, Node]:
@@ -131,7 +180,7 @@ class Snapshot:
         model = parsed(path, lambda path: onnx.load(str(path), load_external_data=False), DecodeError)
         return {out: Node(node.name, tuple(node.input)) for node in model.graph.node for out in node.output}
 
-    def operators(self, cpu: Sequence[str], owners: Mapping[str, str], layers: Mapping[str, int]) -> list[dict]:
+    def operators(self, cpu: Sequence[str], owners: Mapping[str, str], layers: Mapping[str, int]) -> list[Row]:
         """All rows in the order of the graph, each tensor's once.
 
         cpu: names of the operators that the compiler left to the CPU. owners: the exported graph's tensors to the names
@@ -139,7 +188,7 @@ class Snapshot:
         """
         dumped = {line.tensor for line in self.lines}
         left = {part for name in cpu for part in (name, _plain(name))}
-        found = {}
+        found: dict[str, Row] = {}
         for line in self.lines:
             node = self.nodes.get(line.tensor)
             # The tensor's name first: a sum fused to the product before it has that one's.
@@ -156,44 +205,47 @@ class Snapshot:
                 "layer": layer,
                 "cpu": any(part in left for name in names for part in (name, name.split("#")[0])),
                 "inputs": inputs,
-                **self._figures(line),
+                **self._errors(line),
             }
         return list(found.values())
 
-    def _figures(self, line: Line) -> dict[str, Any]:
+    def _errors(self, line: Line) -> Errors:
         golden, got = self.tensor(line.tensor, "golden"), self.tensor(line.tensor, "simulator")
         span = self.ranges.get(line.tensor) or self._converted(line.tensor)
-        body: dict[str, Any] = {
+        errors: Errors = {
             "accumulated_cosine": finite(line.accumulated[0]),
             "isolated_cosine": finite(line.isolated[0]),
             "accumulated_l2": None,
             "isolated_l2": None,
-            **{name: span.get(name) for name in ("dtype", "low", "high", "scale")},
+            "dtype": span["dtype"] if span else None,
+            "low": span["low"] if span else None,
+            "high": span["high"] if span else None,
+            "scale": span["scale"] if span else None,
         }
         if golden is None or got is None or golden.shape != got.shape:
-            return body
+            return errors
         norm = float(np.linalg.norm(golden.astype(np.float64)))
-        body["accumulated_l2"] = finite(_over(float(np.linalg.norm(got.astype(np.float64) - golden)), norm))
+        errors["accumulated_l2"] = finite(_over(float(np.linalg.norm(got.astype(np.float64) - golden)), norm))
         # The text has five decimals: at least this much, so that a tensor of tiny values is not off by rounding it.
-        body["isolated_l2"] = finite(_over(max(line.isolated[1] - DECIMALS / 2, 0.0), norm))
-        return body | measure(golden, got, span)
+        errors["isolated_l2"] = finite(_over(max(line.isolated[1] - DECIMALS / 2, 0.0), norm))
+        return {**errors, **measure(golden, got, span)}
 
-    def _converted(self, name: str) -> dict[str, Any]:
+    def _converted(self, name: str) -> Range | None:
         """A boundary tensor made integers is in the list under its own name, as the float that it is outside."""
-        entry, dtype = self.ranges.get(_outside(name), {}), name.rpartition("_")[2]
+        entry, dtype = self.ranges.get(_outside(name)), name.rpartition("_")[2]
         if not entry or entry["dtype"] == "float16":  # a hybrid build left it so
             return entry
         low, high = min(entry["low"], 0.0), max(entry["high"], 0.0)
         scale = (high - low) / (2 ** BITS[dtype] - 1)
         zero = round(-(2 ** (BITS[dtype] - 1)) - low / scale) if scale else 0
-        return entry | {"dtype": dtype, "scale": scale or None, "zero": zero}
+        return {**entry, "dtype": dtype, "scale": scale or None, "zero": zero}
 
 
-def measure(golden: Array, got: Array, span: Mapping[str, Any]) -> dict[str, Any]:
+def measure(golden: Array, got: Array, span: Range | None) -> Figures:
     """Figures of a tensor: what float32 holds (golden), what the simulator made of it (got), its range (span)."""
     true, seen = golden.astype(np.float64), got.astype(np.float64)
     norm = float(np.linalg.norm(true))
-    body: dict[str, Any] = {
+    body: Figures = {
         "golden": [finite(float(true.min())), finite(float(true.max()))],
         "overflow": int(np.count_nonzero(~(np.abs(true) <= FLOAT16)) + np.count_nonzero(~np.isfinite(seen))),
         # The same values in another order: 0 where sorting makes them equal.
@@ -203,13 +255,15 @@ def measure(golden: Array, got: Array, span: Mapping[str, Any]) -> dict[str, Any
         "clipped_l2": None,
         "saturated": None,
     }
-    if span.get("scale"):
+    if span and span["scale"]:
         low, high = span["low"], span["high"]
         body["outside"] = finite(float(np.mean((true < low) | (true > high))))
         body["clipped_l2"] = finite(_over(float(np.linalg.norm(true - np.clip(true, low, high))), norm))
         half = 2 ** (BITS[span["dtype"]] - 1)
-        bottom, top = ((q - span["zero"]) * span["scale"] for q in (-half, half - 1))
-        near = span["scale"] / 2
+        zero, scale = span["zero"], span["scale"]
+        assert zero is not None  # integers with a scale have one
+        bottom, top = (-half - zero) * scale, (half - 1 - zero) * scale
+        near = scale / 2
         body["saturated"] = finite(float(np.mean((seen <= bottom + near) | (seen >= top - near))))
     return body
 
@@ -224,10 +278,10 @@ def _channels(array: Array) -> float | None:
     return finite(float(peaks.max()) / middle) if middle else None
 
 
-def _range(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of the toolkit's list; empty where it has no range for the whole tensor."""
+def _range(entry: Mapping[str, Any]) -> Range | None:
+    """An entry of the toolkit's list; None where it has no range for the whole tensor."""
     if len(entry.get("min", ())) != 1:
-        return {}
+        return None
     one = {name: (entry.get(name) or [None])[0] for name in ("min", "max", "scale", "zero_point")}
     integer = entry["dtype"] in BITS
     scale = one["scale"] if integer else None

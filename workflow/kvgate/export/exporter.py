@@ -25,6 +25,7 @@ import transformers
 from kvgate import contract as c
 from kvgate.checkpoint import reference, refusals
 from kvgate.jobs import record
+from kvgate.jobs.entries.strategy import Decode
 from kvgate.jobs.job import Job
 
 OPSET = 18  # the newest that both torch's new exporter writes and the compiler reads (11 to 19)
@@ -34,7 +35,7 @@ _CACHE_NAME = re.compile(r"\blayers\.(\d+)\.(keys|values)$")
 
 def run(job: Job) -> dict[str, Any]:
     """Export the strategy's graph. Raises record.Blocked where the exporter itself refuses the model."""
-    strategy = job.config["strategy"]
+    strategy: Decode = job.config["strategy"]
     write = {"hf_export": _hf_export, "dynamic_concat": _legacy, "recompute": _recompute}[strategy["module"]]
     folder = job.checkpoint()
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

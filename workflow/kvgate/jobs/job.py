@@ -3,7 +3,7 @@
 What a stage reads it gets from here, held to the record of the stage that wrote it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,11 @@ class Job:
 
     stage: str
     wildcards: dict[str, str]
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     inputs: dict[str, Path]
     results: Path
     base: Path = Path()  # the repository's folder: text files in the config are relative to it
-    key: dict[str, Any] = field(default_factory=dict)
+    key: Mapping[str, Any] = field(default_factory=dict)
     # What was opened and how it lay then: (label, file) to hashed.state.
     _opened: dict[tuple[str, str], hashed.State] = field(init=False, default_factory=dict, repr=False, compare=False)
 

@@ -7,14 +7,31 @@ reads from, so keys chain: whatever changes, exactly the jobs below it get anoth
 import base64
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from kvgate.jobs import hashed, record
 
 _LONG = 32 * 1024  # a command-line argument must stay below 128 KiB
+
+
+class Code(TypedDict):
+    roots: list[str]  # modules, by dotted name
+    digest: str  # of them and all that they import from kvgate
+
+
+class Key(TypedDict):
+    """The parts of a key."""
+
+    stage: str
+    wildcards: dict[str, str]
+    code: Code
+    versions: dict[str, str]  # of packages
+    config: dict[str, Any]  # the stage's part of it
+    texts: dict[str, str]  # path, relative to the repository, to file_state
+    inputs: dict[str, list[str]]  # label to the record that is read and its job's short key
 
 
 def short(key: str) -> str:
@@ -27,16 +44,21 @@ def pack(key: str) -> str:
 
 
 def unpack(argument: str) -> dict[str, Any]:
-    """The key's parts. Raises ValueError on what is no key."""
+    """What was packed: a key, or another dict. Raises ValueError on what is neither."""
     text = zlib.decompress(base64.b85decode(argument[2:])).decode() if argument.startswith("z:") else argument
     return json.loads(text)
 
 
-def changes(key: str, recorded: dict[str, Any] | None) -> list[str]:
+def parts(argument: str) -> Key:
+    """Of a key as an argument. Raises ValueError on what is none."""
+    return cast(Key, unpack(argument))
+
+
+def changes(key: str, recorded: Mapping[str, object] | None) -> list[str]:
     """Which parts of a record's key differ from the planned one: `new`, or `code`, `versions rknn-toolkit2`, ..."""
     if recorded is None:
         return ["new"]
-    planned = json.loads(key)
+    planned: dict[str, object] = json.loads(key)
     return [_change(part, planned[part], recorded.get(part)) for part in planned if planned[part] != recorded.get(part)]
 
 

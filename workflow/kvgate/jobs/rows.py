@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from kvgate.jobs.entries.strategy import Strategy
 
 HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
 HOST_MASK = -1e4  # the additive mask there; a quant has its own
@@ -11,8 +12,8 @@ DECODE, PREFILL = "decode", "prefill"  # parts of a row: one token a step; a pro
 ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
 
 
-def parts(strategy: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parts of a row, each a graph and an artifact of its own. strategy: its entry of strategies.yaml."""
+def parts(strategy: Strategy) -> tuple[str, ...]:
+    """The parts of a row, each a graph and an artifact of its own."""
     return (DECODE, PREFILL) if strategy["prefill"] else (DECODE,)
 
 
@@ -30,7 +31,7 @@ class Row:
     def wildcards(self) -> dict[str, str]:
         return asdict(self)
 
-    def matches(self, pattern: dict[str, Any]) -> bool:
+    def matches(self, pattern: Mapping[str, object]) -> bool:
         """Whether every column of the pattern has this row's value, or it is among the pattern's values."""
         return all(
             getattr(self, column) in (wanted if isinstance(wanted, list) else [wanted])

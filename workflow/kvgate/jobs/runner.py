@@ -24,7 +24,7 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
 
     Raises ValueError where the key is not what the code, the packages and the texts are now.
     """
-    key = keys.unpack(argument)
+    key = keys.parts(argument)
     _hold(stage, key, base, results)
     inputs = {label: results / path for label, (path, _) in key["inputs"].items()}
     job = Job(stage, key["wildcards"], key["config"], inputs, results, base, key)
@@ -43,7 +43,7 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
             return 1
 
 
-def _made(job: Job, key: dict[str, Any], terminal: TextIO) -> int:
+def _made(job: Job, key: keys.Key, terminal: TextIO) -> int:
     started = time.monotonic()
     job.record.unlink(missing_ok=True)
     record.settle(job.record)
@@ -58,7 +58,7 @@ def _made(job: Job, key: dict[str, Any], terminal: TextIO) -> int:
     return 0
 
 
-def _body(job: Job, key: dict[str, Any]) -> dict[str, Any]:
+def _body(job: Job, key: keys.Key) -> dict[str, Any]:
     module = importlib.import_module(f"{digest.PACKAGE}.stages.{job.stage}")
     state = {"key": key, "inputs": {label: record.sha256(path) for label, path in job.inputs.items()}}
     try:
@@ -96,7 +96,7 @@ def _pass_on(job: Job) -> None:
             raise record.Blocked(above["reason"], above["findings"], **facts)
 
 
-def _hold(stage: str, key: dict[str, Any], base: Path, results: Path) -> None:
+def _hold(stage: str, key: keys.Key, base: Path, results: Path) -> None:
     """An edit or an upgrade during a run must not be taken in under the old key."""
     if key["stage"] != stage:
         raise ValueError(f"key: got one of stage {key['stage']!r}, allowed: {stage}")

@@ -5,13 +5,15 @@ Stands before every run, so nothing heavy is imported here.
 
 import json
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from kvgate.jobs import keys
+from kvgate.planning.entries import Config
 from kvgate.planning.module_facts import constants, modules
 
 KINDS = ("models", "weights", "strategies", "quants", "programs", "thresholds", "boards")
@@ -24,7 +26,7 @@ class ConfigError(Exception):
     """A mistake in the config: one line that says where, what was got, and what is allowed."""
 
 
-def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
+def load(base: Path, override: Mapping[str, Any]) -> Config:
     """The whole config of a repository at `base`: config/*.yaml with `override` over it, defaults filled in.
 
     `override` is what the workflow's own config has (config.yaml, --configfile, --config). Raises ConfigError.
@@ -37,7 +39,7 @@ def load(base: Path, override: dict[str, Any]) -> dict[str, Any]:
         merged[key] = (_models if key == "models" else _over)(merged.get(key), value)
     _check_plain(merged, "")
     _validate(merged)
-    return merged
+    return cast(Config, merged)  # by the schema: tests/planning/test_entries.py
 
 
 def override(files: list[Path], text: str) -> dict[str, Any]:

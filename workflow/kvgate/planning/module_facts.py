@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvgate.jobs.entries.strategy import Decode
+
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -39,6 +41,6 @@ def modules(folder: str) -> list[str]:
     return sorted(p.stem for p in (_PACKAGE / folder).glob("*.py") if p.stem != "__init__")
 
 
-def cacheless(strategy: dict[str, Any]) -> bool:
+def cacheless(strategy: Decode) -> bool:
     """Whether a strategy's entry keeps nothing between steps."""
     return bool(constants(f"strategies/{strategy['module']}", "host").get("CACHELESS"))

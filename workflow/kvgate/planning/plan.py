@@ -1,7 +1,7 @@
 """Every job of a sweep with its key (kvgate.jobs.keys), made once, while planning. Nothing heavy is imported here."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +9,9 @@ from typing import Any
 
 from kvgate.contract import canonical
 from kvgate.jobs import digest, keys
+from kvgate.jobs.entries.board import Board
+from kvgate.jobs.entries.model import Source
+from kvgate.jobs.entries.program import Programs
 from kvgate.jobs.job import record_path
 from kvgate.jobs.rows import DECODE, HOST_MASK, HOST_PLATFORM, ONNXRUNTIME, SIMULATOR, parts
 from kvgate.planning import sweep
@@ -43,7 +46,7 @@ class Node:
 
     stage: str
     wildcards: dict[str, str]
-    config: dict[str, Any]
+    config: Mapping[str, object]
     inputs: "dict[str, Node]"
     roots: tuple[str, ...]
     texts: dict[str, str]  # path relative to the repository -> keys.file_state
@@ -68,7 +71,7 @@ class Node:
 class Plan:
     """The jobs of a config's sweep, made when asked for and kept. Raises config.ConfigError."""
 
-    def __init__(self, base: Path, override: dict[str, Any], results: Path = Path("results")) -> None:
+    def __init__(self, base: Path, override: Mapping[str, Any], results: Path = Path("results")) -> None:
         """results: where digests of large source files are remembered."""
         self.base, self.results = base, results
         self.config = load(base, override)
@@ -133,8 +136,8 @@ class Plan:
         return self._make("fetch", w, {"source": source}, {}, (f"sources.{source['kind']}",), texts)
 
     def _trace(self, w: dict[str, str]) -> Node:
-        program = {k: v for k, v in self.config["programs"][w["program"]].items() if k != "histories"}
-        text = program["text"]
+        entry = self.config["programs"][w["program"]]
+        program, text = {k: v for k, v in entry.items() if k != "histories"}, entry["text"]
         return self._make(
             "trace", w, {"program": program}, {"fetch": self.node("fetch", w)}, (), {text: self._text(text)}
         )
@@ -146,17 +149,18 @@ class Plan:
         return self._make("prepare", w, {"weights": entry}, inputs, roots)
 
     def _export(self, w: dict[str, str]) -> Node:
-        entry = self.config["strategies"][w["strategy"]]
+        strategy = self.config["strategies"][w["strategy"]]
+        entry: Mapping[str, object] = strategy
         if w["part"] == DECODE:  # the same graph, whatever reads the prompt
-            entry = {k: v for k, v in entry.items() if k != "prefill"}
+            entry = {k: v for k, v in strategy.items() if k != "prefill"}
         inputs = {"fetch": self.node("fetch", w)}
-        if entry["form"] == "exporter":
+        if strategy["form"] == "exporter":
             roots = ("export.exporter",)
         else:
-            inputs["prepare"] = self.node("prepare", w | {"form": entry["form"]})
-            roots = (f"strategies.{entry['module']}.graph",)
-        config = {"strategy": entry}
-        if entry["layers"] == "auto":
+            inputs["prepare"] = self.node("prepare", w | {"form": strategy["form"]})
+            roots = (f"strategies.{strategy['module']}.graph",)
+        config: dict[str, object] = {"strategy": entry}
+        if strategy["layers"] == "auto":
             config["build_mb"] = self.config["models"][w["model"]]["build_mb"]
         return self._make("export", w, config, inputs, roots)
 
@@ -172,7 +176,7 @@ class Plan:
         inputs = {"export": inputs.pop("export"), "check": self.node("check", w)} | inputs
         return self._make("build", w, config, inputs, ("compiler.child", self._host_half(w)))
 
-    def _compiled(self, w: dict[str, str]) -> tuple[dict[str, Node], dict[str, Any]]:
+    def _compiled(self, w: dict[str, str]) -> tuple[dict[str, Node], dict[str, object]]:
         """What is compiled, and how."""
         quant = self.config["quants"][w["quant"]]
         inputs = {"export": self.node("export", w)} | self._traces(w)
@@ -208,7 +212,7 @@ class Plan:
         module = self.config["strategies"][w["strategy"]]["module"]
         return self._make("run", w, config, inputs, _on_board(board, module))
 
-    def _board(self, w: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _board(self, w: dict[str, str]) -> tuple[Board, dict[str, object]]:
         """A board's entry, and what its stages read of the config."""
         board, limits = self.config["boards"][w["backend"]], self.config["limits"]
         return board, {"board": board, "limits": {k: limits[k] for k in ("run_seconds", "step_seconds")}}
@@ -272,7 +276,7 @@ class Plan:
             return []
         return [x for x in parts(self.config["strategies"][w["strategy"]]) if x != DECODE]
 
-    def _programs(self) -> dict[str, dict[str, Any]]:
+    def _programs(self) -> Programs:
         return {name: self.config["programs"][name] for name in self.config["sweep"]["programs"]}
 
     def _traces(self, w: dict[str, str]) -> dict[str, Node]:
@@ -294,7 +298,7 @@ class Plan:
         self,
         stage: str,
         wildcards: dict[str, str],
-        config: dict[str, Any],
+        config: Mapping[str, object],
         inputs: dict[str, Node],
         modules: tuple[str, ...],
         texts: dict[str, str] | None = None,
@@ -317,7 +321,7 @@ class Plan:
         return Node(stage, wildcards, config, inputs, roots, texts or {}, key)
 
 
-def _source_files(base: Path, source: dict[str, Any], results: Path) -> dict[str, str]:
+def _source_files(base: Path, source: Source, results: Path) -> dict[str, str]:
     """The state of a local source's files."""
     path = source.get("path")
     if source["kind"] not in ("folder", "gguf") or not isinstance(path, str):
@@ -327,7 +331,7 @@ def _source_files(base: Path, source: dict[str, Any], results: Path) -> dict[str
     return {os.path.relpath(p, base): keys.file_state(p, results) for p in files}
 
 
-def _on_board(board: dict[str, Any], strategy: str) -> tuple[str, ...]:
+def _on_board(board: Board, strategy: str) -> tuple[str, ...]:
     """The modules that a board's stages run: the agent there, the driver here."""
     return *agent_zip.roots(board["engine"], strategy), f"remote.drivers.{board['driver']}"
 

@@ -5,6 +5,8 @@ from functools import cache
 from typing import Any
 
 from kvgate.compiler import platforms
+from kvgate.jobs.entries.quant import Quant
+from kvgate.jobs.entries.weights import Weights
 from kvgate.planning.config import ConfigError
 from kvgate.planning.module_facts import constants, parsed
 
@@ -12,7 +14,7 @@ HOOKS = ("checkpoint", "heads", "turn", "linear", "matrices")
 _PATTERNS = ("only", "skip")  # options of every module with `linear`, see kvgate.prepare.hooks
 
 
-def check(name: str, entry: dict[str, Any]) -> None:
+def check(name: str, entry: Weights) -> None:
     """Raises ConfigError on an option that a step has not, and where its statistics would have no texts."""
     for n, step in enumerate(entry["steps"]):
         known = options(step["name"])
@@ -26,7 +28,7 @@ def check(name: str, entry: dict[str, Any]) -> None:
             raise ConfigError(f"weights.{name}: {step['name']} reads the calibration texts, lacks calibrate: true")
 
 
-def check_fit(where: str, name: str, entry: dict[str, Any], family: str | None, quant: tuple[str, dict] | None) -> None:
+def check_fit(where: str, name: str, entry: Weights, family: str | None, quant: tuple[str, Quant] | None) -> None:
     """Raises ConfigError where a step does not know the model's family or makes no sense for the quant.
 
     family: None where it is not known yet. quant: its name and entry; None where nothing is compiled.
@@ -39,7 +41,7 @@ def check_fit(where: str, name: str, entry: dict[str, Any], family: str | None, 
             _check_quant(what, facts, step["options"].get("group", 0), *quant)
 
 
-def _check_quant(what: str, facts: dict[str, Any], group: int, name: str, quant: dict[str, Any]) -> None:
+def _check_quant(what: str, facts: dict[str, Any], group: int, name: str, quant: Quant) -> None:
     dtype, settings = platforms.dtype(quant), quant["config"]
     if dtype not in facts.get("DTYPES", (dtype,)):
         raise ConfigError(f"{what} is for {', '.join(facts['DTYPES'])}, quant {name} is {dtype}")

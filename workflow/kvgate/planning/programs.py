@@ -5,16 +5,17 @@ Stands before every run, so nothing heavy is imported here. Tokens are counted b
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from kvgate.compiler import overlap
+from kvgate.jobs.entries.program import Program
 from kvgate.planning.config import ConfigError
+from kvgate.planning.entries import Config
 from kvgate.planning.module_facts import cacheless
 
 _GIVEN = 4  # tokens at least that a drawn text is drawn after: fewer could begin any text
 
 
-def check(config: dict[str, Any], base: Path) -> None:
+def check(config: Config, base: Path) -> None:
     """Every program by itself, the texts of those that the sweep uses, and no text on both sides."""
     entries = config["programs"]
     for name, entry in entries.items():
@@ -28,7 +29,7 @@ def check(config: dict[str, Any], base: Path) -> None:
     _check_unseen(config, base)
 
 
-def check_calibration(where: str, config: dict[str, Any], strategy: str, quant: str) -> None:
+def check_calibration(where: str, config: Config, strategy: str, quant: str) -> None:
     """Whether the texts reach the strategy's capacity, drawn tokens within it, and have as many states as samples."""
     entries, texts, wanted = config["programs"], config["calibration"]["texts"], config["calibration"]["samples"]
     capacity, most = config["strategies"][strategy]["capacity"], 0
@@ -53,7 +54,7 @@ def check_calibration(where: str, config: dict[str, Any], strategy: str, quant: 
         raise ConfigError(f"calibration.samples: got {wanted}, allowed: at most {most} positions")
 
 
-def check_context(where: str, config: dict[str, Any], model: str, limit: int, calibrates: bool) -> None:
+def check_context(where: str, config: Config, model: str, limit: int, calibrates: bool) -> None:
     """Whether the texts fit the model's context of `limit` tokens; a chat is cut to it by the trace.
 
     calibrates: the row reads the calibration texts too.
@@ -67,7 +68,7 @@ def check_context(where: str, config: dict[str, Any], model: str, limit: int, ca
             )
 
 
-def unreached(config: dict[str, Any], strategies: Iterable[str]) -> list[str]:
+def unreached(config: Config, strategies: Iterable[str]) -> list[str]:
     """Strategies whose cache no program of the sweep is sure to take to its last slot, in a line: a row is not `pass`
     where that was not seen (gates.capacity). A chat's own end is not known while planning."""
     programs = (config["programs"][name] for name in config["sweep"]["programs"])
@@ -81,7 +82,7 @@ def unreached(config: dict[str, Any], strategies: Iterable[str]) -> list[str]:
     return [f"  no forced text of {slots} tokens: rows of {', '.join(short)} may not pass, their cache is not filled"]
 
 
-def _check_generated(where: str, entry: dict[str, Any]) -> None:
+def _check_generated(where: str, entry: Program) -> None:
     drawn = entry["generated"]
     if drawn and entry["kind"] != "calibration":
         raise ConfigError(f"{where}: got {drawn} on kind {entry['kind']}, allowed: on kind calibration only")
@@ -90,7 +91,7 @@ def _check_generated(where: str, entry: dict[str, Any]) -> None:
         raise ConfigError(f"{where}: got {drawn}, allowed: {allowed}, the first {_GIVEN} are the text's")
 
 
-def _check_text(where: str, entry: dict[str, Any], base: Path) -> None:
+def _check_text(where: str, entry: Program, base: Path) -> None:
     try:
         text = (base / entry["text"]).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +104,7 @@ def _check_text(where: str, entry: dict[str, Any], base: Path) -> None:
         raise ConfigError(f"{where}.text: got {len(text.encode())} bytes, too short for {given} tokens")
 
 
-def _check_unseen(config: dict[str, Any], base: Path) -> None:
+def _check_unseen(config: Config, base: Path) -> None:
     """No calibration text says what a program verifies, under whatever name; the build compares the tokens."""
     entries = config["programs"]
 

@@ -1,15 +1,16 @@
 """What a quant's entry may ask of the toolkit, checked while planning: nothing heavy is imported."""
 
 import re
-from typing import Any
+from collections.abc import Mapping
 
 from kvgate.compiler import platforms
+from kvgate.jobs.entries.quant import Quant
 from kvgate.planning.config import ConfigError
 
 _THRESHOLDS = ("auto_hybrid_cos_thresh", "auto_hybrid_euc_thresh")
 
 
-def check(name: str, entry: dict[str, Any]) -> None:
+def check(name: str, entry: Quant) -> None:
     """Raises ConfigError on an argument that the toolkit has not, or that it would ignore or get wrong."""
     where = f"quants.{name}"
     _arguments(f"{where}.config", entry["config"], platforms.CONFIG_ARGUMENTS)
@@ -32,20 +33,20 @@ def check(name: str, entry: dict[str, Any]) -> None:
         _headroom(where, entry)
 
 
-def _arguments(where: str, got: dict[str, Any], known: tuple[str, ...]) -> None:
+def _arguments(where: str, got: Mapping[str, object], known: tuple[str, ...]) -> None:
     for key in got:
         if key not in known:
             raise ConfigError(f"{where}: got the unknown argument {key}, known: {', '.join(sorted(known))}")
 
 
-def _headroom(where: str, entry: dict[str, Any]) -> None:
+def _headroom(where: str, entry: Quant) -> None:
     dtype = platforms.dtype(entry)
     if dtype not in platforms.INTEGER:
         allowed = f"{' or '.join(platforms.INTEGER)} (elsewhere activations are float)"
         raise ConfigError(f"{where}.headroom: got quantized_dtype {dtype}, allowed: {allowed}")
 
 
-def _mixed(where: str, entry: dict[str, Any], auto: bool) -> None:
+def _mixed(where: str, entry: Quant, auto: bool) -> None:
     """Of a quant that leaves some tensors at another dtype."""
     what, dtype = f"{where}.build.auto_hybrid" if auto else f"{where}.hybrid", platforms.dtype(entry)
     if auto:

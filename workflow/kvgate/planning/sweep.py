@@ -6,19 +6,22 @@ Stands before every run, so nothing heavy is imported here.
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvgate.checkpoint import refusals
 from kvgate.compiler import platforms
+from kvgate.jobs.entries.model import Model, Source
+from kvgate.jobs.entries.strategy import Strategy
 from kvgate.jobs.rows import DECODE, HOST_PLATFORM, HOST_QUANT, ONNXRUNTIME, PREFILL, SIMULATOR, Row
 from kvgate.planning import preparations, programs, quants
 from kvgate.planning.config import ConfigError
+from kvgate.planning.entries import Block, Config
 from kvgate.planning.module_facts import cacheless, constants, modules
 
 
-def rows(config: dict[str, Any], base: Path) -> list[Row]:
+def rows(config: Config, base: Path) -> list[Row]:
     """The rows of the sweep in the config's order, all references checked. Raises ConfigError."""
     _check_references(config, base)
     _check_used(config, base)
@@ -41,19 +44,19 @@ def rows(config: dict[str, Any], base: Path) -> list[Row]:
     return list(found)
 
 
-def context_limit(config: dict[str, Any], model: str, base: Path) -> int | None:
+def context_limit(config: Config, model: str, base: Path) -> int | None:
     """The most tokens the model takes, by its entry and its config.json where one is at hand; None: not known yet."""
     entry = config["models"][model]
     found = (entry.get("context"), refusals.limit(hub_config(entry, base)))
     return min((x for x in found if x is not None), default=None)
 
 
-def hub_config(entry: dict[str, Any], base: Path) -> dict[str, Any]:
+def hub_config(entry: Model, base: Path) -> dict[str, Any]:
     """The model's config.json where the source has it at hand while planning (a folder, a random model), else {}."""
     source = entry["source"]
-    if isinstance(source.get("config"), dict):
-        return source["config"]
-    path = source.get("path")
+    config, path = source.get("config"), source.get("path")
+    if isinstance(config, dict):
+        return config
     if source["kind"] == "folder" and isinstance(path, str):
         try:
             found = json.loads((base / path / "config.json").read_text(encoding="utf-8"))
@@ -67,9 +70,9 @@ def hub_config(entry: dict[str, Any], base: Path) -> dict[str, Any]:
     return {}
 
 
-def check_target(config: dict[str, Any], wildcards: dict[str, str]) -> None:
+def check_target(config: Config, wildcards: dict[str, str]) -> None:
     """Whether the config has what the path of a target names. Raises ConfigError."""
-    known = {
+    known: dict[str, Iterable[str]] = {
         "model": config["models"],
         "weights": config["weights"],
         "form": ("recipe", "plain"),
@@ -85,14 +88,14 @@ def check_target(config: dict[str, Any], wildcards: dict[str, str]) -> None:
         _known(f"target: {column}", name, list(known[column]))
 
 
-def _product(block: dict[str, Any], config: dict[str, Any]) -> Iterator[Row]:
+def _product(block: Block, config: Config) -> Iterator[Row]:
     columns = (block[name] for name in ("models", "weights", "strategies", "platforms", "quants"))
     for model, weights, strategy, platform, quant in itertools.product(*columns):
         for backend in backends(config, platform):
             yield Row(model, weights, strategy, platform, quant, backend)
 
 
-def backends(config: dict[str, Any], platform: str) -> list[str]:
+def backends(config: Config, platform: str) -> list[str]:
     """What runs a tuple of a platform: the sweep's backends that can. The host's graphs always run in ONNX Runtime."""
     found = [ONNXRUNTIME] if platform == HOST_PLATFORM else []
     for name in config["sweep"]["backends"]:
@@ -106,47 +109,47 @@ def _known(where: str, got: str, known: list[str]) -> None:
         raise ConfigError(f"{where}: got {got!r}, known: {', '.join(sorted(known))}")
 
 
-def _check_references(config: dict[str, Any], base: Path) -> None:
+def _all_known(where: str, got: list[str], known: Iterable[str]) -> None:
+    for n, name in enumerate(got):
+        _known(f"{where}[{n}]", name, list(known))
+
+
+def _check_references(config: Config, base: Path) -> None:
     """Every name in the config can be one and exists; every text file is there and says something."""
     for kind in ("models", "weights", "strategies", "quants", "programs"):
         for name in config[kind]:
             _check_name(kind, name)
     _check_name("sweep.name", config["sweep"]["name"])
-    for name, entry in config["models"].items():
-        _known(f"models.{name}.source.kind", entry["source"]["kind"], modules("sources"))
-        _check_source(f"models.{name}.source", entry["source"])
-    for name, entry in config["weights"].items():
-        for n, step in enumerate(entry["steps"]):
+    for name, model in config["models"].items():
+        _known(f"models.{name}.source.kind", model["source"]["kind"], modules("sources"))
+        _check_source(f"models.{name}.source", model["source"])
+    for name, weights in config["weights"].items():
+        for n, step in enumerate(weights["steps"]):
             _known(f"weights.{name}.steps[{n}].name", step["name"], modules("weights"))
-        preparations.check(name, entry)
-    for name, entry in config["strategies"].items():
-        _known(f"strategies.{name}.module", entry["module"], modules("strategies"))
-        _check_prefill(f"strategies.{name}.prefill", entry)
-        if entry["layers"] and (entry["form"] == "exporter" or entry["packing"] == "model"):
-            what = "form exporter" if entry["form"] == "exporter" else "packing model"
-            raise ConfigError(f"strategies.{name}.layers: got {entry['layers']} with {what}, allowed: 0: one piece")
-    for name, entry in config["quants"].items():
-        quants.check(name, entry)
+        preparations.check(name, weights)
+    for name, strategy in config["strategies"].items():
+        _known(f"strategies.{name}.module", strategy["module"], modules("strategies"))
+        _check_prefill(f"strategies.{name}.prefill", strategy)
+        _check_layers(f"strategies.{name}.layers", strategy)
+    for name, quant in config["quants"].items():
+        quants.check(name, quant)
     for n, block in enumerate(config["sweep"]["blocks"]):
-        for kind in ("models", "weights", "strategies"):
-            for m, name in enumerate(block[kind]):
-                _known(f"sweep.blocks[{n}].{kind}[{m}]", name, list(config[kind]))
-        for m, name in enumerate(block["platforms"]):
-            _known(f"sweep.blocks[{n}].platforms[{m}]", name, [*platforms.SUPPORTED, HOST_PLATFORM])
-        for m, name in enumerate(block["quants"]):
-            _known(f"sweep.blocks[{n}].quants[{m}]", name, [*config["quants"], HOST_QUANT])
+        where = f"sweep.blocks[{n}]"
+        _all_known(f"{where}.models", block["models"], config["models"])
+        _all_known(f"{where}.weights", block["weights"], config["weights"])
+        _all_known(f"{where}.strategies", block["strategies"], config["strategies"])
+        _all_known(f"{where}.platforms", block["platforms"], (*platforms.SUPPORTED, HOST_PLATFORM))
+        _all_known(f"{where}.quants", block["quants"], (*config["quants"], HOST_QUANT))
     for name, limits in config["thresholds"].items():
         if isinstance(limits, dict) and "pass" in limits and limits["pass"] > limits["warn"]:
             raise ConfigError(
                 f"thresholds.{name}.pass: got {limits['pass']:g}, allowed: at most warn, {limits['warn']:g}"
             )
     _check_boards(config)
-    runs = [name for name, entry in config["programs"].items() if entry["kind"] != "calibration"]
-    texts = [name for name, entry in config["programs"].items() if entry["kind"] == "calibration"]
-    for n, name in enumerate(config["sweep"]["programs"]):
-        _known(f"sweep.programs[{n}]", name, runs)
-    for n, name in enumerate(config["calibration"]["texts"]):
-        _known(f"calibration.texts[{n}]", name, texts)
+    runs = [name for name, program in config["programs"].items() if program["kind"] != "calibration"]
+    texts = [name for name, program in config["programs"].items() if program["kind"] == "calibration"]
+    _all_known("sweep.programs", config["sweep"]["programs"], runs)
+    _all_known("calibration.texts", config["calibration"]["texts"], texts)
     programs.check(config, base)
 
 
@@ -156,7 +159,7 @@ def _check_name(where: str, name: str) -> None:
         raise ConfigError(f"{where}: got the name {name!r}, allowed: letters, digits, _ . + -")
 
 
-def _check_source(where: str, source: dict[str, Any]) -> None:
+def _check_source(where: str, source: Source) -> None:
     """The keys are those of its kind."""
     of_kind = constants("sources", source["kind"])
     known = of_kind["REQUIRED"] | of_kind["OPTIONAL"] | {"kind": ""}
@@ -170,7 +173,7 @@ def _check_source(where: str, source: dict[str, Any]) -> None:
             raise ConfigError(f"{where}.{key}: got {value!r}, allowed: {'a text' if form == '.+' else form}")
 
 
-def _check_boards(config: dict[str, Any]) -> None:
+def _check_boards(config: Config) -> None:
     boards = config["boards"]
     for name, entry in boards.items():
         where = f"boards.{name}"
@@ -190,7 +193,7 @@ def _check_boards(config: dict[str, Any]) -> None:
         _known(f"sweep.backends[{n}]", name, [SIMULATOR, *boards])
 
 
-def _check_prefill(where: str, entry: dict[str, Any]) -> None:
+def _check_prefill(where: str, entry: Strategy) -> None:
     tokens = entry["prefill"]
     if tokens == 1 or tokens > entry["capacity"]:
         raise ConfigError(f"{where}: got {tokens}, allowed: 0, or 2 to the capacity, {entry['capacity']}")
@@ -198,7 +201,15 @@ def _check_prefill(where: str, entry: dict[str, Any]) -> None:
         raise ConfigError(f"{where}: got {tokens} with form exporter, allowed: 0: such a graph takes one token a step")
 
 
-def devices(config: dict[str, Any]) -> list[list[str]]:
+def _check_layers(where: str, entry: Strategy) -> None:
+    """A piece is of our own graph, and takes the cache of its own layers."""
+    layers = entry["layers"]
+    if layers and (entry["form"] == "exporter" or entry["packing"] == "model"):
+        what = "form exporter" if entry["form"] == "exporter" else "packing model"
+        raise ConfigError(f"{where}: got {layers} with {what}, allowed: 0: one piece")
+
+
+def devices(config: Config) -> list[list[str]]:
     """The boards' names, those of one device together."""
     found: dict[tuple, list[str]] = {}
     for name, entry in config["boards"].items():
@@ -206,12 +217,12 @@ def devices(config: dict[str, Any]) -> list[list[str]]:
     return list(found.values())
 
 
-def _check_used(config: dict[str, Any], base: Path) -> None:
+def _check_used(config: Config, base: Path) -> None:
     """What the sweep names is there; a board that no tuple is built for would be left out without a word."""
     for model in dict.fromkeys(x for block in config["sweep"]["blocks"] for x in block["models"]):
-        source = config["models"][model]["source"]
-        for key in constants("sources", source["kind"])["LOCAL"]:
-            if key in source and not (base / source[key]).exists():
+        source: Mapping[str, object] = config["models"][model]["source"]
+        for key in constants("sources", str(source["kind"]))["LOCAL"]:
+            if key in source and not (base / str(source[key])).exists():
                 where = f"models.{model}.source.{key}"
                 raise ConfigError(f"{where}: got {source[key]!r}, allowed: what is there, seen from the repository")
     built = sorted({platform for block in config["sweep"]["blocks"] for platform in block["platforms"]})
@@ -221,7 +232,7 @@ def _check_used(config: dict[str, Any], base: Path) -> None:
             raise ConfigError(f"sweep.backends[{n}]: {name} is a {platform}, the sweep builds for: {', '.join(built)}")
 
 
-def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
+def _check_tuple(where: str, config: Config, row: Row, base: Path) -> None:
     """What must fit together: platform and quant, capacity and model, programs and capacity, calibration."""
     strategy, capacity = config["strategies"][row.strategy], config["strategies"][row.strategy]["capacity"]
     if (row.platform == HOST_PLATFORM) != (row.quant == HOST_QUANT):
@@ -248,7 +259,9 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
             f"model {row.model} takes at most {limit} tokens{why}"
         )
     entries = config["programs"]
-    texts = [x for x in map(entries.get, config["sweep"]["programs"]) if x["kind"] == "text"]  # a chat may end early
+    texts = [
+        x for name in config["sweep"]["programs"] if (x := entries[name])["kind"] == "text"
+    ]  # a chat may end early
     isolated = max((x["tokens"] for x in texts if "isolated" in x["histories"]), default=0)
     if isolated < capacity:
         raise ConfigError(
@@ -263,7 +276,7 @@ def _check_tuple(where: str, config: dict[str, Any], row: Row, base: Path) -> No
         programs.check_context(where, config, row.model, limit, reads)
 
 
-def _check_weights(where: str, config: dict[str, Any], row: Row, base: Path) -> None:
+def _check_weights(where: str, config: Config, row: Row, base: Path) -> None:
     entry, strategy = config["weights"][row.weights], config["strategies"][row.strategy]
     if entry["calibrate"] and not config["calibration"]["texts"]:
         raise ConfigError(f"{where}: weights {row.weights} calibrate, calibration.texts: got [], allowed: at least one")

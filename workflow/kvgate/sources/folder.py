@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from kvgate.jobs.record import blocked, one_line, sha256
+from kvgate.sources import Fetched
 
 REQUIRED = {"path": ".+"}  # keys, and the form of the text that they hold
 OPTIONAL = {"licence": ".+"}
@@ -23,16 +24,19 @@ _LFS = b"version https://git-lfs.github.com/"
 _ADAPTERS = ("adapter_config.json", "adapter_model.*")
 
 
-def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+class Source(TypedDict):
+    kind: str
+    path: str
+    licence: NotRequired[str]
+
+
+def fetch(source: Source, into: Path) -> Fetched:
     """Copy the checkpoint's files into `into`. Raises Blocked where the folder is missing or holds no weights."""
     return take(Path(source["path"]), into, f"folder {source['path']}")
 
 
-def take(origin: Path, into: Path, name: str) -> dict[str, Any]:
-    """Copy the checkpoint files of `origin` into `into`; `name` opens the error lines.
-
-    Returns {revision, licence, left_out: files that are no part of the checkpoint to why}.
-    """
+def take(origin: Path, into: Path, name: str) -> Fetched:
+    """Copy the checkpoint files of `origin` into `into`; `name` opens the error lines."""
     if not origin.is_dir():
         raise blocked("missing", f"{name}: got no such folder, allowed: a folder with config.json and weights")
     _no_adapter(origin, name)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from kvgate.jobs.record import Blocked, blocked, one_line
-from kvgate.sources import folder
+from kvgate.sources import Fetched, folder
 
 REQUIRED = {"path": ".+"}  # keys, and the form of the text that they hold
 OPTIONAL = {"sha256": "[0-9a-f]{64}", "licence": ".+"}
@@ -20,7 +20,14 @@ LOCAL = ("path",)
 MAGIC = b"GGUF"
 
 
-def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+class Source(TypedDict):
+    kind: str
+    path: str
+    sha256: NotRequired[str]
+    licence: NotRequired[str]
+
+
+def fetch(source: Source, into: Path) -> Fetched:
     """Write the checkpoint in safetensors and the tokenizer into `into`. Raises Blocked on a bad file."""
     path = Path(source["path"])
     if not path.is_file():
@@ -32,7 +39,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
         raise blocked("corrupt", f"gguf {path.name}: got first bytes {magic!r}, allowed: {MAGIC!r}")
     with _read_once():
         try:
-            model, tokenizer, facts = _load(path)
+            model, tokenizer, licence, left_out = _load(path)
         except Blocked:
             raise
         except Exception as error:  # the readers raise whatever the damaged bytes lead to
@@ -40,7 +47,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
             raise blocked(kind, f"gguf {path.name}: cannot be read: {one_line(error)}") from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
-    return {"revision": folder.sha256(path)} | facts
+    return {"revision": folder.sha256(path), "licence": licence, "left_out": left_out}
 
 
 @contextmanager
@@ -56,8 +63,8 @@ def _read_once() -> Iterator[None]:
         gguf.GGUFReader = reader  # type: ignore[misc]
 
 
-def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
-    """The model and the tokenizer, and the facts for the manifest. Raises Blocked, and whatever the readers raise."""
+def _load(path: Path) -> tuple[Any, Any, str | None, dict[str, str]]:
+    """The model, the tokenizer, the licence, what is left out and why. Raises Blocked, and whatever the readers do."""
     import gguf
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -66,7 +73,7 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
 
     file = gguf_file.File(gguf.GGUFReader(str(path)), f"gguf {path.name}")
     file.check()
-    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    where: dict[str, object] = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(str(path.parent), **where)
     gguf_file.configure(config, file)
     model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), config=config, dtype=torch.float32, **where)
@@ -79,7 +86,7 @@ def _load(path: Path) -> tuple[Any, Any, dict[str, Any]]:
     for owner, name in ((model.config, "quantization_config"), (model, "quantization_method")):
         if hasattr(owner, name):
             delattr(owner, name)
-    return model, tokenizer, {"licence": file.value("general.license"), "left_out": left_out}
+    return model, tokenizer, file.value("general.license"), left_out
 
 
 def _tokenizer_keys(split: str | None) -> set[str]:

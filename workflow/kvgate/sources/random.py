@@ -6,9 +6,10 @@ what transformers' own initialization asks for, in float64.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from kvgate.jobs.record import blocked, one_line
+from kvgate.sources import Fetched
 
 REQUIRED = {"config": ""}  # keys, and the form of the text that they hold
 OPTIONAL = {"seed": "", "tokenizer": ".+", "licence": ".+"}
@@ -20,7 +21,15 @@ TEMPLATE = (
 )
 
 
-def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
+class Source(TypedDict):
+    kind: str
+    config: dict[str, object]  # of transformers
+    seed: NotRequired[int]
+    tokenizer: NotRequired[str]
+    licence: NotRequired[str]
+
+
+def fetch(source: Source, into: Path) -> Fetched:
     """Write a seeded random model and a tokenizer into `into`. Raises Blocked on a config that transformers refuses."""
     from transformers import AutoTokenizer
 
@@ -37,7 +46,7 @@ def fetch(source: dict[str, Any], into: Path) -> dict[str, Any]:
     return {"revision": str(seed), "licence": None}
 
 
-def _model(config: dict[str, Any], seed: int) -> Any:
+def _model(config: dict[str, object], seed: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -8,7 +8,7 @@ observations/{program}.npz, and beside them toolkit.log and phases.json, which d
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from kvgate.board.chain import Chain
 from kvgate.compiler import artifact, calibration, joined, log, platforms, requirements, risks, toolkit
@@ -17,6 +17,8 @@ from kvgate.contract import HIDDEN, Contract, canonical, sha256_text
 from kvgate.engines.onnxruntime import Engine
 from kvgate.jobs import graph_files, record, store
 from kvgate.jobs.digest import code_digest
+from kvgate.jobs.entries.program import History
+from kvgate.jobs.entries.quant import Quant
 from kvgate.jobs.job import Job
 from kvgate.judging import coverage
 from kvgate.observe import Trace
@@ -26,6 +28,30 @@ _MODEL, _LOG = "model.rknn", "toolkit.log"
 _KEPT = "@kept"
 
 
+class Identity(TypedDict):
+    """What makes an artifact, known before it is built: its digest is the artifact's custom string."""
+
+    graph: str  # the contract's digest
+    mask_value: float
+    calibration: str  # the samples' digest
+    platform: str
+    quant: Quant
+    toolkit: str
+
+
+class Asked(TypedDict):
+    """What the child is asked to run of a program."""
+
+    trace: str
+    histories: list[History]
+    given: NotRequired[str]  # the stream of every step, of a piece that has others before it
+
+
+class Boundary(TypedDict):
+    inputs: list[dict[str, object]]  # artifact.Tensor
+    outputs: list[dict[str, object]]
+
+
 @dataclass(frozen=True)
 class Source:
     """What a build reads, opened."""
@@ -33,7 +59,7 @@ class Source:
     graph: Path
     told: Path  # the contract's file
     contract: Contract
-    quant: dict[str, Any]  # `@kept` replaced by the graph's own
+    quant: Quant  # `@kept` replaced by the graph's own
     platform: str
     samples: list[calibration.Sample]
     calibration: str  # digest of the samples, empty where there are none
@@ -120,13 +146,13 @@ def opened(job: Job) -> Source:
     return Source(graph, told, contract, quant, platform, samples, digest, job.folder)
 
 
-def _with_kept(quant: dict[str, Any], kept: list[str]) -> dict[str, Any]:
+def _with_kept(quant: Quant, kept: list[str]) -> Quant:
     """The quant with a pattern for each matrix that stays in float16; with none it is the quant without `@kept`."""
     hybrid = quant.get("hybrid", {})
     if _KEPT not in hybrid:
         return quant
     rest = {pattern: dtype for pattern, dtype in hybrid.items() if pattern != _KEPT}
-    return quant | {"hybrid": rest | {f"@{name}": hybrid[_KEPT] for name in kept}}
+    return {**quant, "hybrid": rest | {f"@{name}": hybrid[_KEPT] for name in kept}}
 
 
 def _traces(job: Job, stage: str) -> dict[str, Path]:
@@ -138,7 +164,7 @@ def _sha256(job: Job, stage: str) -> dict[str, str]:
     return {x.partition(".")[2]: job.read(x)["files"]["trace.npz"] for x in job.labels(stage)}
 
 
-def _identity(job: Job, source: Source) -> dict[str, Any]:
+def _identity(job: Job, source: Source) -> dict[str, object]:
     """All that can change what a build gives. Names and paths cannot."""
     half = f"kvgate.strategies.{source.contract.strategy}.host"
     return {
@@ -183,8 +209,7 @@ def _hold(found: list[dict[str, Any]], more: list[dict[str, Any]] | None = None)
         raise record.Blocked(found[0]["text"], [*found, *(more or [])])
 
 
-def _artifact(source: Source) -> dict[str, Any]:
-    """What makes the artifact, known before it is built: its digest is the artifact's custom string."""
+def _artifact(source: Source) -> Identity:
     return {
         "graph": source.contract.digest,
         "mask_value": source.quant["mask"],
@@ -255,7 +280,7 @@ def _body(job: Job, source: Source, model: Any) -> dict[str, Any]:
     }
 
 
-def _own_coverage(job: Job, source: Source, boundary: dict[str, Any]) -> dict[str, float]:
+def _own_coverage(job: Job, source: Source, boundary: Boundary) -> dict[str, float]:
     """Share of the calibration samples' own values outside the ranges made of them, by cache tensor."""
     if not source.samples:
         return {}
@@ -281,7 +306,7 @@ def _before(job: Job, source: Source) -> Chain | None:
     return Chain(found) if found else None
 
 
-def _boundary(built: artifact.Artifact) -> dict[str, Any]:
+def _boundary(built: artifact.Artifact) -> Boundary:
     return {"inputs": [asdict(t) for t in built.inputs], "outputs": [asdict(t) for t in built.outputs]}
 
 
@@ -321,9 +346,8 @@ def asked(job: Job, source: Source, work: Path) -> Request:
     )
 
 
-def _program(job: Job, source: Source, name: str, trace: Path) -> dict[str, Any]:
-    """What the child is asked to run. given: the stream of every step, of a piece that has others before it."""
-    asked = {"trace": str(trace), "histories": job.config["programs"][name]["histories"]}
+def _program(job: Job, source: Source, name: str, trace: Path) -> Asked:
+    asked: Asked = {"trace": str(trace), "histories": job.config["programs"][name]["histories"]}
     if source.below:
         asked["given"] = str((source.below / "observations" / f"{name}.npz").resolve())
     return asked

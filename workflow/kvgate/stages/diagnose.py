@@ -5,8 +5,9 @@ accuracy analysis. Writes diagnosis.json, heatmap.png (error by layer and step) 
 figures, the picture).
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -27,6 +28,19 @@ _FLOOR, _TOP = 1e-4, 1.0  # L2 at the ends of the picture's colours
 _CELL = 8  # pixels of a step and layer
 _WORST = 20  # operators shown
 _SAME = 0.01  # L2 up to which the toolkit's own float32 run counts as the reference's
+
+
+class CacheInput(TypedDict):
+    """A cache input: its dtype and calibrated range, the reference's range, and the share of it beyond."""
+
+    name: str
+    dtype: str | None
+    calibrated: list[float | None]
+    reference: list[float]
+    outside: float | None
+
+
+LayerErrors = dict[str, int | float | None]  # `layer`, and {history}_{kind}_{median or worst}
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -79,9 +93,9 @@ def _errors(job: Job) -> dict[str, tuple[list[State], Array]]:
     return found
 
 
-def _layers(errors: dict[str, tuple[list[State], Array]]) -> list[dict[str, Any]]:
+def _layers(errors: dict[str, tuple[list[State], Array]]) -> list[LayerErrors]:
     """Median and worst L2 of every layer's states, by history."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, LayerErrors] = {}
     for history in (x for x in ("isolated", "forced") if x in errors):
         states, values = errors[history]
         for n, state in enumerate(states):
@@ -105,8 +119,7 @@ def _first_layer(errors: dict[str, tuple[list[State], Array]], limits: dict[str,
     return wording.place(states[n].name) | {"median": float(f"{medians[n]:.4g}")}
 
 
-def _tensors(job: Job) -> list[dict[str, Any]]:
-    """Every cache input: its dtype and calibrated range, the reference's range in it, and the share beyond."""
+def _tensors(job: Job) -> list[CacheInput]:
     if "build" not in job.inputs:
         return []
     contract = graph_files.contract(job)
@@ -174,7 +187,7 @@ def _operators(job: Job) -> dict[str, Any]:
     return body
 
 
-def _unusable(found: dict[str, Any]) -> str:
+def _unusable(found: Mapping[str, Any]) -> str:
     """Why an accuracy analysis says nothing of the row; empty where it does."""
     if found["status"] != "ok":
         return found["reason"]
@@ -204,7 +217,7 @@ def _picture(errors: dict[str, tuple[list[State], Array]]) -> bytes | None:
     return bytes(cv2.imencode(".png", large)[1])
 
 
-def _sentence(body: dict[str, Any]) -> str:
+def _sentence(body: Mapping[str, Any]) -> str:
     text = f"{columns.name(body['row'])}: {body['verdict']}: {body['reason']}"
     first = body.get("first_layer")
     if first:
@@ -220,7 +233,7 @@ def _sentence(body: dict[str, Any]) -> str:
     return text + (f". What to try: {remedy}" if remedy else "")
 
 
-def _operator(body: dict[str, Any], which: str) -> str:
+def _operator(body: Mapping[str, Any], which: str) -> str:
     """Where and what it is, how far off, and why."""
     row, kind = body[f"{which}_operator"], body[f"{which}_kind"]
     where = f"{row['module']} " if row["module"] else ""

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvgate.contract import Cache
 from kvgate.jobs import graph_files, record
+from kvgate.jobs.entries.strategy import Strategy
 from kvgate.jobs.job import Job
 from kvgate.jobs.record import Blocked, blocked, finding
 from kvgate.jobs.rows import DECODE, PREFILL
@@ -14,13 +15,13 @@ from kvgate.jobs.rows import DECODE, PREFILL
 
 def run(job: Job) -> dict[str, Any]:
     """Writes the graph's files. Raises record.Blocked where the model cannot be cached as the strategy asks."""
-    strategy = job.config["strategy"]
+    strategy: Strategy = job.config["strategy"]  # of the part `decode` without `prefill`
     if strategy["form"] == "exporter":  # by name: only those rows' keys hold that module's code
         return importlib.import_module("kvgate.export.exporter").run(job)
     return _decoder(job, strategy)
 
 
-def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
+def _decoder(job: Job, strategy: Strategy) -> dict[str, Any]:
     import numpy as np
     import torch
 
@@ -32,7 +33,7 @@ def _decoder(job: Job, strategy: dict[str, Any]) -> dict[str, Any]:
 
     prepared = job.read("prepare")
     spec = Spec.from_dict(prepared["spec"])
-    cache = Cache(**{k: strategy[k] for k in ("capacity", "layout", "rank", "packing")})
+    cache = Cache(strategy["capacity"], strategy["layout"], strategy["rank"], strategy["packing"])
     part = job.wildcards["part"]
     tokens = strategy["prefill"] if part == PREFILL else 1
     try:

@@ -5,12 +5,13 @@ import json
 import pkgutil
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvgate import sources
 from kvgate.jobs import hashed
+from kvgate.jobs.entries.model import Source
 from kvgate.jobs.job import Job
 from kvgate.jobs.record import blocked, one_line
 from kvgate.planning.module_facts import constants
@@ -48,10 +49,11 @@ def run(job: Job) -> dict[str, Any]:
     return {"source": source, "files": files, **facts, **architecture, "licence": licence, "left_out": left_out}
 
 
-def _rooted(source: dict[str, Any], base: Path) -> dict[str, Any]:
+def _rooted(source: Source, base: Path) -> dict[str, object]:
     """The source with its local paths taken from the repository's folder."""
+    given: dict[str, object] = {**source}
     local = constants("sources", source["kind"])["LOCAL"]
-    return source | {name: str(base / source[name]) for name in local if name in source}
+    return given | {name: str(base / str(given[name])) for name in local if name in given}
 
 
 def _inspect(folder: Path) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def _model(folder: Path, config: Any, dtypes: frozenset[str]) -> Any:
     return model.eval()
 
 
-def _cause(error: Exception, config: dict[str, Any]) -> str:
+def _cause(error: Exception, config: Mapping[str, object]) -> str:
     """One line. A bare KeyError is the value of a key of config.json that transformers has no entry for."""
     if isinstance(error, KeyError) and error.args:
         for where, value in _leaves(config):

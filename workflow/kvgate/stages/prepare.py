@@ -7,6 +7,7 @@ from typing import Any
 
 from kvgate import weights
 from kvgate.jobs import record
+from kvgate.jobs.entries.weights import Weights
 from kvgate.jobs.job import Job
 from kvgate.planning.preparations import HOOKS
 
@@ -40,7 +41,8 @@ def run(job: Job) -> dict[str, Any]:
 
     if job.wildcards["form"] not in FORMS:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
-    steps = [(step["name"], preparation(step["name"]), step["options"]) for step in job.config["weights"]["steps"]]
+    asked: Weights = job.config["weights"]
+    steps = [(step["name"], preparation(step["name"]), step["options"]) for step in asked["steps"]]
     with torch.no_grad(), precise.float64():
         model = load.model(job.checkpoint())
         for name, step, options in steps:

@@ -5,15 +5,38 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvgate.jobs import record
+from kvgate.jobs.entries.program import Text
 from kvgate.jobs.job import Job
 from kvgate.jobs.record import blocked, finding, one_line
 from kvgate.serving import today
 from kvgate.serving.control import steers
 
 KINDS = ("chat", "text", "calibration")
+
+
+class Drawn(TypedDict):
+    """Which tokens the model drew, and how."""
+
+    first: int
+    count: int
+    seed: int
+    temperature: float
+    top_k: int
+
+
+# A key is no name of Python's.
+Tokenizer = TypedDict(
+    "Tokenizer",
+    {
+        "class": str,
+        "tokens": int,
+        "chat_template_sha256": str | None,
+        "today": str | None,  # the day that the template was told, where it asks for one
+    },
+)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -23,7 +46,8 @@ def run(job: Job) -> dict[str, Any]:
     from kvgate.checkpoint import reference
 
     torch.set_num_threads(1)  # the same bytes whatever the number of cores
-    program, folder = job.config["program"], job.checkpoint()
+    program: Text = job.config["program"]
+    folder = job.checkpoint()
     name = job.wildcards["program"]
     model, tokenizer = reference.load(folder), reference.load_tokenizer(folder)
     limit, text = reference.context_limit(model.config), _text(job.base / program["text"], program["text"])
@@ -171,12 +195,16 @@ def _drawn(model: Any, ids: list[int], count: int, ends: tuple[int, ...]) -> lis
         raise blocked("nan", str(error)) from None
 
 
-def _how(given: list[int], count: int) -> dict[str, Any]:
-    """Which tokens were drawn, and how."""
+def _how(given: list[int], count: int) -> Drawn:
     from kvgate.checkpoint import reference
 
-    settings = {"temperature": reference.TEMPERATURE, "top_k": reference.TOP_K}
-    return {"first": len(given), "count": count, "seed": reference.seed(given), **settings}
+    return {
+        "first": len(given),
+        "count": count,
+        "seed": reference.seed(given),
+        "temperature": reference.TEMPERATURE,
+        "top_k": reference.TOP_K,
+    }
 
 
 def _text(path: Path, name: str) -> str:
@@ -188,8 +216,7 @@ def _text(path: Path, name: str) -> str:
     return text
 
 
-def _facts(tokenizer: Any, chat: bool) -> dict[str, Any]:
-    """`today`: the day that the template was told, where it asks for one."""
+def _facts(tokenizer: Any, chat: bool) -> Tokenizer:
     template = _template(tokenizer) if chat else None
     return {
         "class": type(tokenizer).__name__,

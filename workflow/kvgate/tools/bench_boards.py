@@ -45,7 +45,7 @@ def lines(found: dict[str, float]) -> list[str]:
 
 def _run(job: Job, steps: int) -> tuple[float, float, dict[str, float]]:
     """Seconds until the job's child was up, seconds of the whole, the ledger."""
-    asked = run.request(replace(job, config=job.config | {"timing": {"warmup": 0, "steps": steps}}))
+    asked = run.request(replace(job, config={**job.config, "timing": {"warmup": 0, "steps": steps}}))
     began, up = time.monotonic(), 0.0
 
     def progress(text: str) -> None:
