@@ -1,6 +1,6 @@
 """Applies the hooks of weight preparations to a prepared model, and keeps account of the bases that they change."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ class Work:
 
     def _replace(self, step: Any, change: Any) -> None:
         measured = self._measured(step)
-        self.state = self.state or self.tensors()
+        self.state = self.state or dict(self._given())
         done = {*self.sums, *self.widened, *self.kept}
         weights = {n: statistics.matrix(w) for n, w in self.state.items() if n not in done and self._is_product(n, w)}
         grams = {name: gram.numpy() for name, gram in measured.gram.items()} if measured else {}
@@ -131,10 +131,15 @@ class Work:
             raise ValueError(f"{name}: got signs of another step, allowed: {signs} as they are")
         self.state[name], self.widened[name] = found.matrix, signs
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """All tensors of the graph by name."""
-        matrices = self.state or {name: precise.single(tensor) for name, tensor in surgery.state(self.model).items()}
-        return matrices | {name: self.signs[name] for name in sorted(self.signs)}
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All tensors of the graph by name, made as they are asked for."""
+        yield from self.state.items() if self.state else self._given()
+        for name in sorted(self.signs):
+            yield name, self.signs[name]
+
+    def _given(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in surgery.state(self.model).items():
+            yield name, precise.single(tensor)
 
     def moved(self) -> dict[str, np.ndarray]:
         """`tokens` [T] and `logits` [T, V] of the model with the matrices as they are now, on the first text.

@@ -1,6 +1,7 @@
 """Prepare: a checkpoint becomes weights.bin, every tensor in the orientation that the graph uses, and its facts."""
 
 import importlib
+import math
 import pkgutil
 import sys
 from typing import Any
@@ -56,9 +57,8 @@ def run(job: Job) -> dict[str, Any]:
         prepared = prepare(model, job.wildcards["form"])
         _refuse_replaced(prepared.spec, steps)
         work = _changed(job, prepared, steps)
-        tensors, bases = work.tensors(), work.bases()
-        index, digest = blob.write(job.folder / "weights.bin", tensors)
-        tables = {"embedding": precise.single(prepared.embedding), **bases}
+        index, digest = blob.write(job.folder / "weights.bin", work.tensors())
+        tables = {"embedding": prepared.embedding.single(), **work.bases()}
         if prepared.positions is not None:
             tables["position"] = precise.single(prepared.positions)
         files = {"tables.npz": tables}
@@ -85,7 +85,7 @@ def run(job: Job) -> dict[str, Any]:
         "widened": work.widened,
         "kept": work.kept,
         "compensated": any(getattr(step, "COMPENSATES", False) for _, step, _ in steps),
-        "parameter_bytes": sum(x.nbytes for x in tensors.values()),
+        "parameter_bytes": sum(4 * math.prod(x["shape"]) for x in index.values()),
         "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in names},
     }
 
