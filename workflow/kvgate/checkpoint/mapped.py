@@ -82,6 +82,8 @@ class Mapped(Tensor):
         key = (*self.place, self.stride())
         found = self.root.kept.get(key)
         if found is None:
+            if self.is_contiguous():
+                held = held.contiguous()  # in its own dtype first: torch has a fast way only between equal ones
             with torch.inference_mode(False):  # it may be kept for a reader with gradients
                 found = torch.empty_strided(self.size(), self.stride(), dtype=torch.float64).copy_(held)
             self.root.keep(key, found)

@@ -34,7 +34,7 @@ def single(tensor: Tensor) -> np.ndarray:
     if held.dtype == torch.bfloat16:  # numpy has none
         held = held.to(torch.float64)
     found = held.numpy().astype(np.float32, copy=False)
-    return np.ascontiguousarray(found) if tensor.is_contiguous() else found
+    return np.asarray(found, order="C") if tensor.is_contiguous() else found
 
 
 def settle(model: nn.Module) -> None:
