@@ -38,6 +38,7 @@ def run(job: Job) -> dict[str, Any]:
     from kvgate.checkpoint import load, precise
     from kvgate.export import blob
     from kvgate.prepare.choose_form import prepare
+    from kvgate.prepare.preparation import capabilities
 
     if job.wildcards["form"] not in FORMS:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
@@ -45,7 +46,7 @@ def run(job: Job) -> dict[str, Any]:
     with torch.no_grad(), precise.float64():
         model = load.model(job.checkpoint())
         for name, step, options in steps:
-            families = getattr(step, "FAMILIES", None)
+            families = capabilities(step).FAMILIES
             if families and model.config.model_type not in families:
                 _refuse(f"preparation {name}: got a {model.config.model_type}, known: {', '.join(families)}")
             if hasattr(step, "checkpoint"):
@@ -62,7 +63,7 @@ def run(job: Job) -> dict[str, Any]:
         if prepared.positions is not None:
             tables["position"] = precise.single(prepared.positions)
         files = {"tables.npz": tables}
-        if any(getattr(step, "MOVES", False) for _, step, _ in steps):
+        if any(capabilities(step).MOVES for _, step, _ in steps):
             files["moved.npz"] = work.moved()
     for name in ("moved.npz", "choice.yaml"):
         (job.folder / name).unlink(missing_ok=True)
@@ -84,7 +85,7 @@ def run(job: Job) -> dict[str, Any]:
         "sums": work.sums,
         "widened": work.widened,
         "kept": work.kept,
-        "compensated": any(getattr(step, "COMPENSATES", False) for _, step, _ in steps),
+        "compensated": any(capabilities(step).COMPENSATES for _, step, _ in steps),
         "parameter_bytes": sum(4 * math.prod(x["shape"]) for x in index.values()),
         "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in names},
     }
