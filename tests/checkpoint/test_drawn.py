@@ -3,6 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from kvgate.checkpoint import drawn
 from kvgate.checkpoint.drawn import Drawn
 from torch import nn
 
@@ -25,6 +26,15 @@ def test_every_pc_draws_these():
     found = filled(3, nn.init.trunc_normal_).to(torch.float32).numpy()
     assert hashlib.sha256(found.astype("<f4").tobytes()).hexdigest()[:16] == "b0ee263641fc1a6e"
     assert np.abs(found).max() <= 2
+
+
+@pytest.mark.parametrize(
+    "fill", [lambda t: t.normal_(3.0, 0.5), lambda t: t.uniform_(-2, 1), lambda t: t.t().normal_()]
+)
+def test_in_blocks_it_draws_what_it_draws_at_once(monkeypatch, fill):
+    whole = filled(1, fill)
+    monkeypatch.setattr(drawn, "_BLOCK", 77)
+    assert torch.equal(whole, filled(1, fill))
 
 
 def test_other_random_numbers_are_refused():

@@ -93,8 +93,9 @@ def test_the_stream_of_another_step_is_seen(models):
     trace = models("llama").text(CAPACITY)
     seen = observe(wrong, graph.host(), trace, ["forced"])
     assert max(graphs.worst(seen, trace, "forced")) > 1e-2
-    assert check._in_pieces(graph.engine, graph.host(), right, trace, 4) == []
-    (found,) = check._in_pieces(graph.engine, graph.host(), wrong, trace, 4)
+    one, other = (observe(x, graph.host(), trace, ["isolated"], 4) for x in (right, wrong))
+    assert check._in_pieces(graph.engine, graph.host(), one, trace, 4) == []
+    (found,) = check._in_pieces(graph.engine, graph.host(), other, trace, 4)
     assert found["text"].startswith("in pieces: layers.1.key ")
 
 

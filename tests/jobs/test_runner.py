@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvgate.contract import canonical
-from kvgate.jobs import cpu, digest, keys, record, runner
+from kvgate.jobs import cpu, digest, keys, machine, record, runner
 from kvgate.jobs.job import Job
 
 WILDCARDS = {"model": "m"}
@@ -62,6 +62,17 @@ def test_an_expected_failure_is_data(stage, tmp_path, capfd):
     body = record.read(tmp_path / "models/m/checkpoint/manifest.json")
     assert (body["status"], body["reason"], body["phase"]) == ("blocked", "the toolkit says no", "build")
     assert "fetch m: blocked: the toolkit says no" in capfd.readouterr().err
+
+
+def test_a_job_that_the_machine_has_no_memory_for_does_not_begin(stage, tmp_path, capfd):
+    stage.run = lambda job: pytest.fail("it ran")
+    lacking = machine.room(23_000, 16_000)
+    assert runner.run("fetch", key("fetch"), tmp_path, tmp_path, None, lacking) == 0
+    body = record.read(tmp_path / "models/m/checkpoint/manifest.json")
+    assert body["status"] == "blocked" and body["again"] is True
+    assert body["reason"] == "fetch: memory: needs about 23000 MB, this machine has 16000"
+    assert [x["kind"] for x in body["findings"]] == ["machine"]
+    assert f"fetch m: blocked: {body['reason']}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["fetch", "trace"])

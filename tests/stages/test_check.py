@@ -6,8 +6,10 @@ import families
 import graphs
 import numpy as np
 import pytest
-from kvgate.jobs import record
+from kvgate.compiler import in_turn, joined
+from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
+from kvgate.observe import observe
 from kvgate.stages import check
 
 PROGRAMS = {"text": {"kind": "text", "histories": ["isolated", "forced"]}}
@@ -45,6 +47,49 @@ def test_float16_has_its_own_limit_and_it_is_above_float32s_error(llama):
     limit = check.run(made)["float16"]
     assert 1e-4 < limit["kv_l2"] < 2e-3 and 1e-4 < limit["logits_l2"] < 2e-3
     assert not (made.folder / "ideal").exists()
+
+
+def test_in_pieces_it_is_what_the_whole_graph_is_to_the_byte(llama, monkeypatch):
+    """The observations and the record, with no two sessions of pieces at once."""
+    model, whole, trace = llama
+    cut = model.export("cpu_managed", layers=1)
+    chat = families.generation(model.checkpoint, trace.tokens[:3].tolist(), 5)
+    programs = {"text": {"kind": "chat", "histories": ["isolated", "forced", "free"]}}
+    one, two = (check.run(job((model, x, trace), chat, programs)) for x in (whole, cut))
+    assert one == two
+
+    said = []
+
+    class Counted(in_turn.Engine):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            said.append("opened")
+
+        def __del__(self):
+            said.append("closed")
+
+    monkeypatch.setattr(in_turn, "Engine", Counted)
+    check.run(job((model, cut, trace), chat, programs))
+    assert said == ["opened", "closed"] * 6  # 3 pieces in float32, and 3 of the float16 run
+
+
+def test_after_its_first_other_token_the_whole_graph_speaks(llama):
+    """A near tie: what the pieces would say after it nobody ran in pieces."""
+    model, _, trace = llama
+    cut = model.export("cpu_managed", layers=1)
+    made = job((model, cut, trace), replace(trace, prompt=3), {"text": {"kind": "chat", "histories": ["free"]}})
+    contract = graph_files.contract(made)
+    host = graph_files.opened(made, contract, -1e4)
+    tokens = trace.tokens.copy()
+    tokens[5] = (tokens[5] + 1) % contract.vocabulary
+    other = replace(trace, tokens=tokens, prompt=3)
+    seen = observe(cut.engine, host, other, ["forced", "free"])
+    assert int(seen["free/diverged"]) >= 0
+    cut_short = {k: v for k, v in seen.items() if k.startswith("forced/")} | joined.spoken(other, seen)
+    found = check._joined(cut.engine, host, other, cut_short)
+    assert list(found) == list(seen)
+    for name, array in seen.items():
+        np.testing.assert_array_equal(array, found[name], err_msg=name)
 
 
 def test_one_wrong_key_is_named_by_layer_and_position(llama):

@@ -98,7 +98,7 @@ def test_blob_gives_back_what_was_written(arrays):
 
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "weights.bin"
-        index, digest = blob.write(path, {f"t{i}": a for i, a in enumerate(arrays)})
+        index, digest = blob.write(path, [(f"t{i}", a) for i, a in enumerate(arrays)])
         assert digest == record.sha256(path)
         assert all(x["offset"] % blob.ALIGNMENT == 0 for x in index.values())
         if arrays:
@@ -108,7 +108,7 @@ def test_blob_gives_back_what_was_written(arrays):
 
 
 def test_a_truncated_file_is_refused(tmp_path):
-    index, _ = blob.write(tmp_path / "weights.bin", {"a": np.ones((4, 4), np.float32)})
+    index, _ = blob.write(tmp_path / "weights.bin", [("a", np.ones((4, 4), np.float32))])
     with (tmp_path / "weights.bin").open("r+b") as file:
         file.truncate(60)
     with pytest.raises(ValueError, match=r"weights\.bin: got 60 bytes, allowed: at least 64"):

@@ -34,6 +34,8 @@ def main(argv: list[str]) -> int:
         command = commands.add_parser(stage, help=f"{text} (run by snakemake)")
         command.add_argument("key", help="the job's key, as snakemake -p shows it")
         command.add_argument("--log", type=Path, help="write what the stage prints here")
+        command.add_argument("--needs", type=int, default=0, metavar="MB", help="what the job takes at its peak")
+        command.add_argument("--memory", type=int, default=0, metavar="MB", help="what this machine has; 0: any")
         _folders(command)
     table = commands.add_parser("table", help="print the rows there are, also while a run goes on")
     ask = commands.add_parser("ask", help="what the row to ship answers, through its bundle on this PC")
@@ -94,9 +96,11 @@ def _folders(command: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     if args.command in STAGES:
-        from kvgate.jobs import runner
+        from kvgate.jobs import machine, runner
 
-        return runner.run(args.command, args.key, args.results, args.base, args.log)
+        return runner.run(
+            args.command, args.key, args.results, args.base, args.log, machine.room(args.needs, args.memory)
+        )
     if args.command == "preflight":
         from kvgate.tools import preflight
 

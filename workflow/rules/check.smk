@@ -8,7 +8,7 @@ rule check:
     log:
         log_of("check"),
     resources:
-        mem_mb=3000,
+        **needs("check"),
         runtime=60,
     params:
         key=key("check"),

@@ -17,7 +17,7 @@ from snakemake.settings.types import Quietness
 from kvgate.contract import canonical
 from kvgate.jobs import keys
 from kvgate.jobs.job import RECORDS
-from kvgate.planning import audit, sweep
+from kvgate.planning import audit, memory, sweep
 from kvgate.planning.config import ConfigError
 from kvgate.planning.plan import Plan
 from kvgate.planning import progress
@@ -80,7 +80,10 @@ def log_of(stage):
 
 
 def command(stage):
-    return f"{program(stage)} {{params.key:q}} --log {{log:q}}"
+    sized = f" --needs {{resources.needs_mb}} --memory {int(preflight.memory()) >> 20}"
+    return f"{program(stage)} {{params.key:q}} --log {{log:q}}" + (
+        sized if stage in memory.STAGES else ""
+    )
 
 
 def asking(name):
@@ -91,6 +94,18 @@ def asking(name):
 def program(name):
     folder = shlex.quote(RESULTS).replace("{", "{{").replace("}", "}}")
     return f"python -m kvgate {name} --results {folder}"
+
+
+def needs(stage):
+    """What a stage takes at its peak: the same twice, as Snakemake cuts `mem_mb` off where a job is alone too large."""
+
+    def asked(w, input):
+        try:
+            return memory.needed(stage, dict(w), PLAN.config, Path(RESULTS))
+        except FileNotFoundError as error:  # of a file that Snakemake knows: it asks again when that is made
+            raise FileNotFoundError(error.errno, error.strerror, str(input[0])) from None
+
+    return {"mem_mb": asked, "needs_mb": asked}
 
 
 def build_mb(w):

@@ -8,7 +8,7 @@ rule export:
     log:
         log_of("export"),
     resources:
-        mem_mb=3500,
+        **needs("export"),
         runtime=60,
     params:
         key=key("export"),

@@ -8,7 +8,7 @@ rule fetch:
     log:
         log_of("fetch"),
     resources:
-        mem_mb=2500,
+        **needs("fetch"),
         runtime=60,
     params:
         key=key("fetch"),

@@ -8,7 +8,7 @@ rule prepare:
     log:
         log_of("prepare"),
     resources:
-        mem_mb=6000,
+        **needs("prepare"),
         runtime=60,
     params:
         key=key("prepare"),

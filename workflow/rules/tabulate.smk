@@ -8,7 +8,7 @@ rule tabulate:
     log:
         log_of("tabulate"),
     resources:
-        mem_mb=2000,
+        **needs("tabulate"),
         runtime=10,
     params:
         key=key("tabulate"),

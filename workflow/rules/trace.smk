@@ -8,7 +8,7 @@ rule trace:
     log:
         log_of("trace"),
     resources:
-        mem_mb=4000,
+        **needs("trace"),
         runtime=60,
     params:
         key=key("trace"),

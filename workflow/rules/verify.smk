@@ -8,7 +8,7 @@ rule verify:
     log:
         log_of("verify"),
     resources:
-        mem_mb=1500,
+        **needs("verify"),
         runtime=30,
     params:
         key=key("verify"),

@@ -1,12 +1,14 @@
 """Random numbers that are the same on every PC: torch's own differ with the instruction set that its kernels use."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_BLOCK = 1 << 20  # numbers
 
 
 class Drawn(TorchDispatchMode):
@@ -33,9 +35,17 @@ class Drawn(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _normal(self, tensor: Tensor, mean: float = 0.0, deviation: float = 1.0) -> Tensor:
-        found = self.generator.standard_normal(tuple(tensor.shape))
-        return tensor.copy_(torch.from_numpy(np.asarray(mean + deviation * found)))
+        return _filled(tensor, lambda count: mean + deviation * self.generator.standard_normal(count))
 
     def _uniform(self, tensor: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-        found = self.generator.random(tuple(tensor.shape))
-        return tensor.copy_(torch.from_numpy(np.asarray(low + (high - low) * found)))
+        return _filled(tensor, lambda count: low + (high - low) * self.generator.random(count))
+
+
+def _filled(tensor: Tensor, draw: Callable[[int], np.ndarray]) -> Tensor:
+    """A block after the other, which are the numbers of one draw: an embedding may be the largest tensor of all."""
+    values = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = values.view(-1)
+    for start in range(0, len(flat), _BLOCK):
+        block = flat[start : start + _BLOCK]
+        block.copy_(torch.from_numpy(draw(len(block))))
+    return tensor if values is tensor else tensor.copy_(values)

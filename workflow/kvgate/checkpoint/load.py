@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from kvgate.checkpoint import precise, refusals, seams, shims
+from kvgate.checkpoint import mapped, precise, refusals, seams, shims
 from kvgate.jobs.record import blocked
 
 
@@ -22,20 +22,22 @@ def config(folder: Path) -> Any:
 
 
 def model(folder: Path) -> nn.Module:
-    """The checkpoint's model, eager attention, untouched code, in torch's default type (precise.float64).
+    """The checkpoint's model, eager attention, untouched code, in torch's default type (precise.float64), in which its
+    matrices stay in their files (kvgate.checkpoint.mapped).
 
     Raises record.Blocked on missing weights.
     """
     logging.disable_progress_bar()  # the log of a stage is read by people
     found = config(folder)
     attention = refusals.attention(found.to_dict())
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=found,
-        dtype=torch.get_default_dtype(),
-        attn_implementation=attention,
-        output_loading_info=True,
-    )
+    with mapped.loading():
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=found,
+            dtype=torch.get_default_dtype(),
+            attn_implementation=attention,
+            output_loading_info=True,
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         text = f"checkpoint: got {len(missing)} tensors without weights, the first {missing[0]}"

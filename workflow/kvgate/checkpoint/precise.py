@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kvgate.checkpoint import mapped
+
 BITS = 20  # of a row's largest value
 
 
@@ -28,7 +30,11 @@ def rounded(rows: Tensor) -> Tensor:
 
 def single(tensor: Tensor) -> np.ndarray:
     """As float32, also where float32 would become float64; the tensor's own memory if it is that already."""
-    return tensor.detach().numpy().astype(np.float32, copy=False)
+    held = mapped.held(tensor)
+    if held.dtype == torch.bfloat16:  # numpy has none
+        held = held.to(torch.float64)
+    found = held.numpy().astype(np.float32, copy=False)
+    return np.asarray(found, order="C") if tensor.is_contiguous() else found
 
 
 def settle(model: nn.Module) -> None:

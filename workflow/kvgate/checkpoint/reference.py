@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvgate.checkpoint import precise, refusals
+from kvgate.checkpoint import mapped, precise, refusals
 from kvgate.contract import CONVOLUTION, KEY, RECURRENT, VALUE
 from kvgate.observe import Trace, spread
 from kvgate.serving import today
@@ -32,12 +32,15 @@ _POSITIONS = 16  # of a longer one, each with the position before it: such a ste
 
 
 def load(folder: Path) -> Any:
-    """A checkpoint folder's model: float64 throughout, attention written out, nothing from the network."""
+    """A checkpoint folder's model: float64 throughout, attention written out, nothing from the network.
+
+    Its matrices stay in their files (kvgate.checkpoint.mapped).
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     attention = refusals.attention(config.to_dict())
-    with precise.float64():  # its angles' frequencies are worked out here
+    with precise.float64(), mapped.loading():  # its angles' frequencies are worked out here
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), config=config, dtype=torch.float64, attn_implementation=attention, local_files_only=True
         ).eval()

@@ -30,7 +30,7 @@ def body(job: Job, pieces: Sequence[tuple[Contract, Path]], bodies: Sequence[dic
     for label in job.labels("trace"):
         name = label.partition(".")[2]
         trace = observe.Trace.load(str(job.file(label, "trace.npz")))
-        seen = _observation(name, pieces, trace, job.config["programs"][name]["histories"])
+        seen = observation(name, pieces, trace, job.config["programs"][name]["histories"])
         buffer = io.BytesIO()
         np.savez(buffer, **seen)  # type: ignore[arg-type]
         file = f"observations/{name}.npz"
@@ -58,10 +58,13 @@ def _total(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(values)  # type: ignore[arg-type]
 
 
-def _observation(
+def observation(
     program: str, pieces: Sequence[tuple[Contract, Path]], trace: observe.Trace, histories: Sequence[str]
 ) -> dict[str, Array]:
-    """All that the pieces returned of a program, without the streams between them; what was spoken by the last one."""
+    """All that the pieces returned of a program, without the streams between them; what was spoken by the last one.
+
+    pieces: the contract of each, and the folder that has its `observations`.
+    """
     found: dict[str, Array] = {}
     for _, folder in pieces:
         with np.load(folder / "observations" / f"{program}.npz") as file:

@@ -17,8 +17,7 @@ _PRODUCTS = ("MatMul", "Conv", "Gemm")
 def written(graph: Path, folder: Path) -> Path:
     """The ideal run's graph of a graph, in a folder of its own, beside links to the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = graph.with_name("weights.bin")
-    if weights.exists():
+    for weights in graph.parent.glob("*.bin"):
         record.link(weights, folder / weights.name)
     path = folder / graph.name
     record.write_bytes(path, rounded(onnx.load(str(graph), load_external_data=False)).SerializeToString())

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from kvgate.jobs import record
 ALIGNMENT = 64  # bytes
 
 
-def write(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, Any], str]:
-    """Write the tensors in the mapping's order, whole or not at all. Returns their index and the file's sha256.
+def write(path: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> tuple[dict[str, Any], str]:
+    """Write named tensors in their order, one at a time; the file is whole or not there. Returns its index and sha256.
 
     The index: name to {"shape", "offset" (bytes)}; all are little-endian float32.
     """
@@ -24,7 +24,7 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> tuple[dict[str, Any]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with part.open("wb") as file:
-            for name, array in tensors.items():
+            for name, array in tensors:
                 gap = bytes(-file.tell() % ALIGNMENT)
                 index[name] = {"shape": list(array.shape), "offset": file.tell() + len(gap)}
                 data = np.ascontiguousarray(array, "<f4").data.cast("B") if array.size else b""

@@ -52,6 +52,11 @@ def memory(text: str) -> bool:
     return any(word in text for word in _MEMORY)
 
 
+def room(needs: int, memory: int) -> str:
+    """One line where a job takes more than the machine has, both in MB; empty where not. 0: nobody knows."""
+    return f"memory: needs about {needs} MB, this machine has {memory}" if 0 < memory < needs else ""
+
+
 def full(folder: Path) -> str:
     """`disk full: folder` where its disk has no room; else empty."""
     try:

@@ -77,17 +77,24 @@ def _opened(data: bytes) -> tuple[dict[str, Any], bool]:
 
 def write_bytes(path: Path, data: bytes) -> str:
     """Write a file whole or not at all. Returns the sha256 of `data`."""
+    return write_blocks(path, [data])
+
+
+def write_blocks(path: Path, blocks: Iterable[bytes]) -> str:
+    """As write_bytes, of bytes that are one after the other in memory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = partial(path)
+    part, digest = partial(path), hashlib.sha256()
     try:
         with part.open("wb") as file:
-            file.write(data)
+            for block in blocks:
+                file.write(block)
+                digest.update(block)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    return hashlib.sha256(data).hexdigest()
+    return digest.hexdigest()
 
 
 def doubt(path: Path) -> None:

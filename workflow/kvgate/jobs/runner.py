@@ -19,8 +19,10 @@ from kvgate.jobs.job import Job
 _HEARTBEAT = 30.0  # seconds between lines on the terminal while a job works
 
 
-def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) -> int:
-    """Returns the exit code: 0 also for an expected failure, which is a record with status `blocked`.
+def run(stage: str, argument: str, results: Path, base: Path, log: Path | None, lacking: str = "") -> int:
+    """lacking: one line on what the machine has not for this job, which then does not begin (machine.room).
+
+    Returns the exit code: 0 also for an expected failure, which is a record with status `blocked`.
 
     Raises ValueError where the key is not what the code, the packages and the texts are now.
     """
@@ -31,7 +33,7 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
     job.folder.mkdir(parents=True, exist_ok=True)
     with _alone(job), _captured(log) as terminal, _heartbeat(job, log, terminal):
         try:
-            return _made(job, key, terminal)
+            return _made(job, key, terminal, lacking)
         except KeyboardInterrupt:
             return 130
         except BaseException as error:
@@ -43,11 +45,11 @@ def run(stage: str, argument: str, results: Path, base: Path, log: Path | None) 
             return 1
 
 
-def _made(job: Job, key: keys.Key, terminal: TextIO) -> int:
+def _made(job: Job, key: keys.Key, terminal: TextIO, lacking: str) -> int:
     started = time.monotonic()
     job.record.unlink(missing_ok=True)
     record.settle(job.record)
-    body = _body(job, key)
+    body = _body(job, key, lacking)
     seconds = round(time.monotonic() - started, 2)
     cost = {"seconds": seconds, "peak_mb": _peak_mb(), "cpu": cpu.label()}
     record.write(job_lines.cost_path(job.record), cost)
@@ -58,12 +60,14 @@ def _made(job: Job, key: keys.Key, terminal: TextIO) -> int:
     return 0
 
 
-def _body(job: Job, key: keys.Key) -> dict[str, Any]:
+def _body(job: Job, key: keys.Key, lacking: str) -> dict[str, Any]:
     module = importlib.import_module(f"{digest.PACKAGE}.stages.{job.stage}")
     state = {"key": key, "inputs": {label: record.sha256(path) for label, path in job.inputs.items()}}
     try:
         if not getattr(module, "TAKES_BLOCKED", False):
             _pass_on(job)
+        if lacking:
+            raise record.Blocked(f"{job.stage}: {lacking}", [record.finding("machine", lacking)], again=True)
         body = module.run(job)
         job.unmoved()
         return {"status": "ok", **body, **state}

@@ -5,14 +5,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvgate.checkpoint import load
+from kvgate.checkpoint import load, precise
 from kvgate.checkpoint.seams import Step
 from kvgate.jobs.record import blocked
 from kvgate.prepare import equality, measure_attention, mixers, norms, surgery, survey
 from kvgate.prepare.spec import DeltaRule, Layer, Mixer, Rotation, ShortConvolution, Spec
+
+_ROWS = 4096  # of an embedding at once
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,28 @@ class Prepared:
     spec: Spec
     model: nn.Module  # operated on; its state is what the graph reads
     error: float  # of the self-check
-    embedding: Tensor  # [V, C] rows as the model embeds tokens
+    embedding: "Rows"  # of tokens, as the model embeds them
     positions: Tensor | None  # [P, C]
+
+
+class Rows:
+    """The effective embedding [V, C]: some models scale it in their embedding module. Made as it is asked for."""
+
+    def __init__(self, table: nn.Module) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return int(self.table.num_embeddings)  # type: ignore[arg-type]
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self.table(ids)  # type: ignore[no-any-return]
+
+    def single(self) -> np.ndarray:
+        """All of them in float32."""
+        found = np.empty((len(self), self[torch.zeros(1, dtype=torch.int64)].shape[1]), np.float32)
+        for ids in torch.arange(len(self)).split(_ROWS):
+            found[int(ids[0]) : int(ids[-1]) + 1] = precise.single(self[ids])
+        return found
 
 
 def prepare(model: nn.Module, form: str) -> Prepared:
@@ -36,7 +59,7 @@ def prepare(model: nn.Module, form: str) -> Prepared:
     except Exception as why:  # foreign code called in a way that it may not know: data, not a bug of ours
         text = f"the model does not fit the seams: {_line(why)}"
         raise blocked("seams", text) from why
-    embedding = _rows(model)
+    embedding = Rows(model.get_input_embeddings())  # type: ignore[operator]
     load.attach(model)
     reason = "plain was asked for"
     if form == "recipe":
@@ -75,12 +98,6 @@ def _copy(model: nn.Module) -> nn.Module:
     """The same parameters in modules of their own: replacing a module in one leaves the other alone."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
-
-
-def _rows(model: nn.Module) -> Tensor:
-    """The effective embedding rows: some models scale them in their embedding module."""
-    table = model.get_input_embeddings()
-    return table(torch.arange(table.num_embeddings))
 
 
 def _recipe(

@@ -1,6 +1,6 @@
 """Applies the hooks of weight preparations to a prepared model, and keeps account of the bases that they change."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,18 @@ from kvgate.checkpoint import precise
 from kvgate.checkpoint.seams import Step
 from kvgate.prepare import heads, recipe, statistics, surgery, widened
 from kvgate.prepare.choose_form import Prepared
+from kvgate.prepare.preparation import (
+    Matrices,
+    OfAngles,
+    OfHeads,
+    OfMatrices,
+    OfMatrix,
+    Options,
+    capabilities,
+)
 from kvgate.prepare.statistics import Statistics
 from kvgate.prepare.widened import Terms, Widened
 
-Options = Mapping[str, Any]
-Matrices = dict[str, np.ndarray]  # [in, out] by name
 _MOVED_TOKENS = 12
 _LOSS_TOKENS = 128  # of each text: a gradient keeps every product's rows, and the head's are long
 
@@ -40,7 +47,7 @@ class Work:
         self.turned: dict[int, Tensor] = {}  # rotation to [D, D] that follows it
         self._statistics: Statistics | None = None
 
-    def heads(self, step: Any, options: Options) -> None:
+    def heads(self, step: OfHeads, options: Options) -> None:
         """Raises ValueError after a preparation of matrices, whose results would not follow into the other basis."""
         self._needs_recipe()
         self._before_matrices()
@@ -59,7 +66,7 @@ class Work:
                 self.value[layer.index] = change.value if old is None else old @ change.value
         self._statistics = None  # of what it was before
 
-    def turn(self, step: Any, options: Options) -> None:
+    def turn(self, step: OfAngles, options: Options) -> None:
         self._needs_recipe()
         for layer in self.spec.layers:
             if layer.late:
@@ -68,7 +75,7 @@ class Work:
             made = step.turn(len(rotation.turn), **options)
             self.turned[n] = self.turned[n] @ made if n in self.turned else made
 
-    def linear(self, step: Any, options: Options) -> None:
+    def linear(self, step: OfMatrix, options: Options) -> None:
         """One matrix at a time. The options `only` and `skip`, patterns of names, are taken here; `group`, a number of
         input channels, is given as rows of the matrix."""
 
@@ -85,7 +92,7 @@ class Work:
 
         self._replace(step, one)
 
-    def matrices(self, step: Any, options: Options) -> None:
+    def matrices(self, step: OfMatrices, options: Options) -> None:
         """All matrices at once, with a function that measures what changes of them cost.
 
         Raises ValueError after a preparation of single matrices: the model that would be measured has none of it.
@@ -105,9 +112,9 @@ class Work:
         texts = (rows[:_LOSS_TOKENS] for rows in map(self._rows, self.texts))
         return statistics.loss(self.model, self.spec, self._stepped(), texts, made)
 
-    def _replace(self, step: Any, change: Any) -> None:
+    def _replace(self, step: object, change: Callable[[Matrices, Matrices], dict[str, Terms]]) -> None:
         measured = self._measured(step)
-        self.state = self.state or self.tensors()
+        self.state = self.state or dict(self._given())
         done = {*self.sums, *self.widened, *self.kept}
         weights = {n: statistics.matrix(w) for n, w in self.state.items() if n not in done and self._is_product(n, w)}
         grams = {name: gram.numpy() for name, gram in measured.gram.items()} if measured else {}
@@ -131,10 +138,15 @@ class Work:
             raise ValueError(f"{name}: got signs of another step, allowed: {signs} as they are")
         self.state[name], self.widened[name] = found.matrix, signs
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """All tensors of the graph by name."""
-        matrices = self.state or {name: precise.single(tensor) for name, tensor in surgery.state(self.model).items()}
-        return matrices | {name: self.signs[name] for name in sorted(self.signs)}
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All tensors of the graph by name, made as they are asked for."""
+        yield from self.state.items() if self.state else self._given()
+        for name in sorted(self.signs):
+            yield name, self.signs[name]
+
+    def _given(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in surgery.state(self.model).items():
+            yield name, precise.single(tensor)
 
     def moved(self) -> dict[str, np.ndarray]:
         """`tokens` [T] and `logits` [T, V] of the model with the matrices as they are now, on the first text.
@@ -194,8 +206,8 @@ class Work:
         """Rows of the matrix that are one input channel: a convolution's positions. The toolkit groups channels."""
         return self.state[name].shape[3] if self.state[name].ndim == 4 else 1
 
-    def _measured(self, step: Any) -> Statistics | None:
-        if not getattr(step, "STATISTICS", False):
+    def _measured(self, step: object) -> Statistics | None:
+        if not capabilities(step).STATISTICS:
             return None
         if not self.texts:
             raise ValueError("reads calibration texts, got none: its entry lacks `calibrate: true`")

@@ -2,20 +2,22 @@
 
 Where a preparation has moved weights on purpose the trace's differences are recorded, and the graph is held to the
 moved weights' own logits instead. Of other graphs it says what float16 itself costs: the errors of an ideal float16
-run. Reads the graph's files beside its record, and the traces. Writes observations/{program}.npz (the rows of platform
+run. A graph in pieces runs as these, one at a time, and is held to the whole one.
+Reads the graph's files beside its record, and the traces. Writes observations/{program}.npz (the rows of platform
 `host` are verified from them) and check.json.
 """
 
 import io
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvgate.board.chain import Chain
+from kvgate.compiler import in_turn, joined
 from kvgate.contract import Contract
 from kvgate.engines import ideal
 from kvgate.engines.onnxruntime import Engine
@@ -32,74 +34,130 @@ LIMIT = 1e-4  # normalized L2 of logits and of every K/V delta
 def run(job: Job) -> dict[str, Any]:
     """Raises record.Blocked where the graph differs from the model, with the first difference."""
     contract = graph_files.contract(job)
-    host = graph_files.opened(job, contract, job.config["mask"])
-    engine = Engine(graph_files.graph(job), contract)
-    pieces = [(Engine(graph, of), of) for graph, of in graph_files.pieces(job)]
+    for name, program in job.config["programs"].items():
+        prompt = _trace(job, name).prompt
+        if program["kind"] == "chat" and prompt > contract.cache.capacity:
+            text = f"program {name}: got a prompt of {prompt} tokens, the strategy holds {contract.cache.capacity}"
+            raise record.Blocked(text)
+    programs, files = _compared(job, contract)
+    exported = job.read("export")
+    # Matrices as sums of two are for int4, and an exporter's graph is not ours to run ideally.
+    of_float16 = "moved.npz" not in exported["files"] and contract.part == DECODE and contract.form != "exporter"
+    float16 = _float16(job, contract) if of_float16 and not exported["terms"] else None
+    return {"programs": programs, "limit": LIMIT, "float16": float16, "files": files}
+
+
+def _compared(job: Job, contract: Contract) -> tuple[dict[str, Any], dict[str, str]]:
+    """Every program's differences from its trace, and the observations' files. Raises record.Blocked."""
+    host, pieces = graph_files.opened(job, contract, job.config["mask"]), graph_files.pieces(job)
+    # Beside the pieces the whole graph only has to be as good: its weights are not copied.
+    engine = Engine(graph_files.graph(job), contract, mapped=bool(pieces))
     files, programs, isolated = {}, {}, False
     findings: list[Mapping[str, Any]] = []
-    exported = job.read("export")
-    moved = "moved.npz" in exported["files"]
+    moved = "moved.npz" in job.read("export")["files"]
     if moved:
         tokens, logits = _given(job.file("export", "moved.npz"))
         findings += (
             _like_decode(job, engine, host, tokens) if "decode" in job.inputs else _moved(engine, host, tokens, logits)
         )
-    for name, program in job.config["programs"].items():
-        trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
-        if program["kind"] == "chat" and trace.prompt > contract.cache.capacity:
-            raise record.Blocked(
-                f"program {name}: got a prompt of {trace.prompt} tokens, the strategy holds {contract.cache.capacity}"
-            )
-        if pieces:
-            findings += _in_pieces(engine, host, Chain(pieces), trace, job.config["isolated"])
-        asked = histories(contract, program["histories"])
-        seen = observe(engine, host, trace, asked, job.config["isolated"], _say(name))
-        programs[name], differs = compare.differences(contract, trace, seen, LIMIT)
-        found: list[Mapping[str, Any]] = [*differs]
-        if contract.part == PREFILL and program["kind"] == "chat" and not moved:
-            found += _spoken(job, engine, contract, trace)
-        isolated |= "isolated/positions" in seen
-        findings += [{**x, "program": name} for x in found if not moved]
-        buffer = io.BytesIO()
-        np.savez(buffer, **seen)  # type: ignore[arg-type]
-        file = f"observations/{name}.npz"
-        files[file] = record.write_bytes(job.folder / file, buffer.getvalue())
+    with _in_turn(job, pieces) as made:
+        for name, program in job.config["programs"].items():
+            trace = _trace(job, name)
+            if pieces:
+                seen = _joined(engine, host, trace, joined.observation(name, made, trace, program["histories"]))
+                findings += _in_pieces(engine, host, seen, trace, job.config["isolated"])
+            else:
+                asked = histories(contract, program["histories"])
+                seen = observe(engine, host, trace, asked, job.config["isolated"], _say(name))
+            programs[name], differs = compare.differences(contract, trace, seen, LIMIT)
+            found: list[Mapping[str, Any]] = [*differs]
+            if contract.part == PREFILL and program["kind"] == "chat" and not moved:
+                found += _spoken(job, engine, contract, trace)
+            isolated |= "isolated/positions" in seen
+            findings += [{**x, "program": name} for x in found if not moved]
+            buffer = io.BytesIO()
+            np.savez(buffer, **seen)  # type: ignore[arg-type]
+            file = f"observations/{name}.npz"
+            files[file] = record.write_bytes(job.folder / file, buffer.getvalue())
     if findings:
         findings.sort(key=compare.place)
         why = compare.reason(findings, isolated)
         raise record.Blocked(f"the graph differs from the model: {why}", findings, programs=programs, files=files)
-    # Matrices as sums of two are for int4, and an exporter's graph is not ours to run ideally.
-    of_float16 = not moved and contract.part == DECODE and contract.form != "exporter" and not exported["terms"]
-    float16 = _float16(job, contract, host) if of_float16 else None
-    return {"programs": programs, "limit": LIMIT, "float16": float16, "files": files}
+    return programs, files
 
 
-def _float16(job: Job, contract: Contract, host: Any) -> dict[str, float | None]:
-    """The worst of each measure that has a least error in float16, of an ideal float16 run, over the programs' forced
-    histories; the isolated ones where a program has no other. K/V, the logits, and what else the graph returns."""
-    try:
-        engine = Engine(ideal.written(graph_files.graph(job), job.folder / "ideal"), contract)
-    finally:
-        shutil.rmtree(job.folder / "ideal")
-    found: dict[str, list[float | None]] = {}
+def _trace(job: Job, program: str) -> Trace:
+    return Trace.load(str(job.file(f"trace.{program}", "trace.npz")))
+
+
+@contextmanager
+def _in_turn(
+    job: Job, pieces: Sequence[tuple[Path, Contract]], what: str = ""
+) -> Iterator[list[tuple[Contract, Path]]]:
+    """The pieces after they have run all programs (in_turn.run); what they wrote goes with the context."""
+    work, programs = job.folder / ".pieces", {}
+    shutil.rmtree(work, ignore_errors=True)  # of a killed job
     for name, program in job.config["programs"].items():
-        trace = Trace.load(str(job.file(f"trace.{name}", "trace.npz")))
-        history = "isolated" if program["histories"] == ["isolated"] else "forced"
-        seen = observe(engine, host, trace, [history], job.config["isolated"], _say(f"float16 {name}"))
-        figures = compare.compare(contract, trace, seen)[0]["histories"][history]
-        for of in measures.every():
-            worst = of.worst(figures)
-            if worst is not None:
-                found.setdefault(of.name, []).append(worst["value"])
+        asked = [_float16_history(program)] if what else program["histories"]
+        programs[name] = (job.file(f"trace.{name}", "trace.npz"), asked)
+
+    def opened(contract: Contract) -> Host:
+        return graph_files.opened(job, contract, job.config["mask"])
+
+    try:
+        yield in_turn.run(pieces, work, programs, opened, job.config["isolated"], lambda name: _say(f"{what}{name}"))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _joined(engine: Engine, host: Host, trace: Trace, seen: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """An observation of pieces as the whole graph's would be: in its order, and with what it says after it diverged."""
+    if int(seen.get("free/diverged", -1)) >= 0:
+        spoken = observe(engine, host, trace, ["forced", "free"], 0, _say("whole"))
+        seen |= {name: x for name, x in spoken.items() if name.startswith("free/")}
+    told = ("positions", "tokens", "logits", "disturbed", *(x.name for x in host.contract.kept()))
+    order = [f"{history}/{name}" for history in ("isolated", "forced", "free") for name in told]
+    return {name: seen[name] for name in (*order, *seen) if name in seen}
+
+
+def _float16(job: Job, contract: Contract) -> dict[str, float | None]:
+    """The worst of each measure that has a least error in float16, of an ideal float16 run, over the programs' forced
+    histories; the isolated ones where a program has no other."""
+    folder, pieces = job.folder / "ideal", graph_files.pieces(job)
+    host = graph_files.opened(job, contract, job.config["mask"])
+    found: dict[str, list[float | None]] = {}
+    try:
+        written = [(ideal.written(graph, folder), of) for graph, of in pieces]
+        engine = None if pieces else Engine(ideal.written(graph_files.graph(job), folder), contract)
+        with _in_turn(job, written, "float16 ") as made:
+            for name, program in job.config["programs"].items():
+                trace, history = _trace(job, name), _float16_history(program)
+                if engine is None:
+                    seen = joined.observation(name, made, trace, [history])
+                else:
+                    seen = observe(engine, host, trace, [history], job.config["isolated"], _say(f"float16 {name}"))
+                figures = compare.compare(contract, trace, seen)[0]["histories"][history]
+                for measure in measures.every():
+                    worst = measure.worst(figures)
+                    if worst is not None:
+                        found.setdefault(measure.name, []).append(worst["value"])
+    finally:
+        shutil.rmtree(folder)
     return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
 
 
-def _in_pieces(engine: Engine, host: Host, pieces: Chain, trace: Trace, isolated: int) -> list[dict[str, Any]]:
+def _float16_history(program: dict[str, Any]) -> str:
+    return "isolated" if program["histories"] == ["isolated"] else "forced"
+
+
+def _in_pieces(
+    engine: Engine, host: Host, seen: Mapping[str, np.ndarray], trace: Trace, isolated: int
+) -> list[dict[str, Any]]:
     """The pieces one after the other are the whole graph; a finding at the first tensor that says no."""
-    want = observe(engine, host, trace, ["isolated"], isolated, _say("whole"))
-    got = observe(pieces, host, trace, ["isolated"], isolated, _say("pieces"))
+    history = "isolated" if "isolated/positions" in seen else "forced"
+    want = observe(engine, host, trace, [history], isolated, _say("whole"))
     for name in (*(x.name for x in host.contract.kept()), "logits"):
-        error = float(np.max(metrics.l2_rows(got[f"isolated/{name}"], want[f"isolated/{name}"])))  # NaN stays
+        error = float(np.max(metrics.l2_rows(seen[f"{history}/{name}"], want[f"{history}/{name}"])))  # NaN stays
         if not error <= LIMIT:
             return [
                 record.finding("differs", f"in pieces: {name} {error:.3g} off the whole graph's, allowed {LIMIT:g}")

@@ -78,7 +78,7 @@ def _decoder(job: Job, strategy: Strategy) -> dict[str, Any]:
     names = ["model.onnx", "contract.json"]
     if graph.slices:
         matrices = (weights[name.removeprefix("model.")][:, first:end] for name, first, end in graph.slices)
-        record.write_bytes(job.folder / WEIGHTS, b"".join(x.tobytes() for x in matrices))
+        record.write_blocks(job.folder / WEIGHTS, (x.tobytes() for x in matrices))
         names.append(WEIGHTS)
     for piece in graph.pieces:
         shift = graph.shift if piece.contract.part.startswith(HEAD) else 0

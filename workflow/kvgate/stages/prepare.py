@@ -1,6 +1,7 @@
 """Prepare: a checkpoint becomes weights.bin, every tensor in the orientation that the graph uses, and its facts."""
 
 import importlib
+import math
 import pkgutil
 import sys
 from typing import Any
@@ -38,6 +39,7 @@ def run(job: Job) -> dict[str, Any]:
     from kvgate.checkpoint import load, precise
     from kvgate.export import blob
     from kvgate.prepare.choose_form import prepare
+    from kvgate.prepare.preparation import capabilities
 
     if job.wildcards["form"] not in FORMS:
         raise ValueError(f"form: got {job.wildcards['form']!r}, known: {', '.join(FORMS)}")
@@ -46,7 +48,7 @@ def run(job: Job) -> dict[str, Any]:
     with torch.no_grad(), precise.float64():
         model = load.model(job.checkpoint())
         for name, step, options in steps:
-            families = getattr(step, "FAMILIES", None)
+            families = capabilities(step).FAMILIES
             if families and model.config.model_type not in families:
                 _refuse(f"preparation {name}: got a {model.config.model_type}, known: {', '.join(families)}")
             if hasattr(step, "checkpoint"):
@@ -58,13 +60,12 @@ def run(job: Job) -> dict[str, Any]:
         prepared = prepare(model, job.wildcards["form"])
         _refuse_replaced(prepared.spec, steps)
         work = _changed(job, prepared, steps)
-        tensors, bases = work.tensors(), work.bases()
-        index, digest = blob.write(job.folder / "weights.bin", tensors)
-        tables = {"embedding": precise.single(prepared.embedding), **bases}
+        index, digest = blob.write(job.folder / "weights.bin", work.tensors())
+        tables = {"embedding": prepared.embedding.single(), **work.bases()}
         if prepared.positions is not None:
             tables["position"] = precise.single(prepared.positions)
         files = {"tables.npz": tables}
-        if any(getattr(step, "MOVES", False) for _, step, _ in steps):
+        if any(capabilities(step).MOVES for _, step, _ in steps):
             files["moved.npz"] = work.moved()
     for name in ("moved.npz", "choice.yaml"):
         (job.folder / name).unlink(missing_ok=True)
@@ -86,8 +87,8 @@ def run(job: Job) -> dict[str, Any]:
         "sums": work.sums,
         "widened": work.widened,
         "kept": work.kept,
-        "compensated": any(getattr(step, "COMPENSATES", False) for _, step, _ in steps),
-        "parameter_bytes": sum(x.nbytes for x in tensors.values()),
+        "compensated": any(capabilities(step).COMPENSATES for _, step, _ in steps),
+        "parameter_bytes": sum(4 * math.prod(x["shape"]) for x in index.values()),
         "files": {"weights.bin": digest} | {name: record.sha256(job.folder / name) for name in names},
     }
 
