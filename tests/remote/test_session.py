@@ -34,7 +34,7 @@ def get():
 def begin(**more):
     raw(b"\\nKVGATE {hashlib.sha256(AGENT).hexdigest()} have\\n")
     get()
-    say("hello", **dict(dict(version=1, python="3.9.2", machine="aarch64", pid=1, free_bytes=10**9,
+    say("hello", **dict(dict(version=2, python="3.9.2", machine="aarch64", pid=1, free_bytes=10**9,
                              memory_bytes=10**9, environment={{}}, engines={{}}), **more))
 def file(name, data=b"data", size=None, offset=0):
     say("file", data, name=name, size=len(data) if size is None else size, offset=offset)
@@ -44,7 +44,7 @@ def done(**change):
 """
 DATA = hashlib.sha256(b"data").hexdigest()
 FAST = Limits(connect=5, answer=0.5, chunk=2, end=2)
-JOB = {"programs": {"sky": {}}, "seconds": {"step": 0.5}}
+JOB = {"parts": {}, "programs": {"sky": {}}, "seconds": {"step": 0.5}}
 SKY = f"file('observations/sky.npz'); done(files={{'observations/sky.npz': '{DATA}'}})"
 
 
@@ -309,7 +309,7 @@ def test_a_full_disk_stops_the_sending(session, tmp_path):
 
 @pytest.mark.parametrize(
     ("hello", "said"),
-    [("version=2", "got version 2"), ("engines=None", "no engines"), ("free_bytes='x'", "no free_bytes")],
+    [("version=1", "got version 1"), ("engines=None", "no engines"), ("free_bytes='x'", "no free_bytes")],
 )
 def test_an_agent_of_another_version_is_refused(session, hello, said):
     with pytest.raises(Refused, match=said), session(f"begin({hello}); IN.read()"):

@@ -192,7 +192,7 @@ def seen(ran, tmp_path):
             np.savez(buffer, **data)  # type: ignore[arg-type]
             data = buffer.getvalue()
         path.write_bytes(data)
-        untrusted.observations(path, contract, {"isolated": 5, "forced": 16, "free": 18})
+        untrusted.observations(path, contract, {"isolated": range(5), "forced": range(16), "free": range(18)})
 
     return arrays, hold
 
