@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvgate.board import capi, environment, layertable
-from kvgate.board.engine import EngineError
+from kvgate.board.engine import EngineError, states_first
 from kvgate.board.placement import Boundary, describe
 from kvgate.board.resident import Resident, Side
 from kvgate.contract import Contract, Tensor
@@ -230,7 +230,7 @@ class Engine:
             side = "inputs" if what == capi.Query.INPUT_ATTR else "outputs"
             names = [attr.name.decode(errors="replace") for attr in found]
             raise EngineError("contract", text.format(side, names, [t.name for t in tensors]))
-        for t in tensors:
+        for t in states_first(tensors):
             self.attributes[t.name] = named[t.name]
             self.boundaries[t.name] = describe(named[t.name], t)
 

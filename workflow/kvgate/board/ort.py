@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvgate.board.engine import EngineError, checked, returned, told
+from kvgate.board.engine import EngineError, checked, returned, states_first, told
 from kvgate.contract import Contract, Tensor
 
 
@@ -43,7 +43,7 @@ class Engine:
     def _held(self, found: Sequence[Any], tensors: Sequence[Tensor], side: str) -> None:
         """The graph's boundary is the contract's. Raises EngineError."""
         shapes = {x.name: x.shape for x in found}
-        for t in tensors:
+        for t in states_first(tensors):
             if t.name not in shapes:
                 text = "graph's {}: got {}, allowed: {} among them"
                 raise EngineError("contract", text.format(side, sorted(shapes), told(t)))

@@ -103,7 +103,7 @@ def hold_boundary(artifact: Artifact, told: Any) -> None:
     boundary = told.get("boundary", {}) if isinstance(told, dict) else {}
     for side, tensors in (("inputs", artifact.contract.inputs), ("outputs", artifact.contract.outputs)):
         sizes = {x["name"]: math.prod(x["shape"]) for x in boundary.get(side, ())}
-        for t in tensors:
+        for t in sorted(tensors, key=lambda t: not t.states):
             if sizes.get(t.name, math.prod(t.shape)) != math.prod(t.shape):
                 text = "{}: {}: got {} elements, allowed: {}"
                 place = artifact.named(ARTIFACT)
