@@ -73,8 +73,8 @@ class Child:
 
         row = parts.read(self.folder, self.job)
         self.engines = Engines(self.job, self.folder, row)
-        self.engine = self.engines.decode
         self._open()
+        self.engine = self.engines.decode
         if PROBE in self.job["files"]:
             self._probe()
         else:
