@@ -247,7 +247,8 @@ def test_a_prompt_in_chunks_is_what_it_is_without_the_runtime_s_memory(built, tm
     plain, resident = row.halves(False), row.halves(True)
     for counts in ((3, 3, 1, 1), (1, 3, 2, 1), (2, 1, 3, 1), (1, 1, 1, 1), (3, 2, 1)):
         wanted, found = row.logits(*plain, *counts), row.logits(*resident, *counts)
-        np.testing.assert_array_equal(found, wanted, err_msg=str(counts))
+        # What a float32 part made is rounded once more where it goes through decode's float16 memory and back.
+        np.testing.assert_allclose(found, wanted, 0, 0.02 if stored.type == "float32" else 0, err_msg=str(counts))
         assert resident[0].length == resident[1].length == plain[0].length == sum(counts)
         for name, x in plain[0].views.items():
             np.testing.assert_array_equal(resident[0].views[name].astype(np.float16), x.astype(np.float16))
