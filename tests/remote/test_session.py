@@ -77,6 +77,20 @@ def test_a_job(session, tmp_path):
     assert (tmp_path / "observations/sky.npz").read_bytes() == b"data"
 
 
+def test_another_part_s_observations_are_part_of_the_answer(session, tmp_path):
+    job = JOB | {"parts": {"prefill": {}}}
+    with (
+        session(f"begin(); get(); {SKY}") as s,
+        pytest.raises(Refused, match="observations/prefill/sky.npz: got nothing"),
+    ):
+        s.run(job, tmp_path)
+    files = {f"observations/{x}.npz": DATA for x in ("sky", "prefill/sky")}
+    both = f"file('observations/sky.npz'); file('observations/prefill/sky.npz'); done(files={files})"
+    with session(f"begin(); get(); {both}") as s:
+        s.run(job, tmp_path)
+    assert (tmp_path / "observations/prefill/sky.npz").read_bytes() == b"data"
+
+
 def test_a_flood_on_stderr_is_not_kept(session, tmp_path):
     agent = session(f"begin(); get(); [sys.stderr.write('x' * 999 + chr(10)) for _ in range(20_000)]; {SKY}")
     assert run(agent, tmp_path)["ok"] and len(agent.link._stderr) <= 1 << 14
@@ -107,6 +121,9 @@ HOSTILE = {
     "file('a;$(touch escape).npz')": "file name: got",
     "file('verdict.py')": "file name: got",
     "file('observations/other.npz')": "observations of no program of this job",
+    "file('observations/prefill/sky.npz')": "observations of no program of this job",
+    "file('observations/../sky.npz')": "file name: got",
+    "file('prefill/sky.npz')": "file name: got",
     "[file(f'more{n}.txt') for n in range(9)]": "more than 8 files that nobody asked for",
     "file('observations/sky.npz', size=-1)": "allowed: whole numbers",
     "file('observations/sky.npz', size=True)": "allowed: whole numbers",
