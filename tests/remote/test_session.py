@@ -81,7 +81,7 @@ def test_another_part_s_observations_are_part_of_the_answer(session, tmp_path):
     job = JOB | {"parts": {"prefill": {}}}
     with (
         session(f"begin(); get(); {SKY}") as s,
-        pytest.raises(Refused, match="observations/prefill/sky.npz: got nothing"),
+        pytest.raises(Refused, match=r"observations/prefill/sky.npz: got nothing"),
     ):
         s.run(job, tmp_path)
     files = {f"observations/{x}.npz": DATA for x in ("sky", "prefill/sky")}
