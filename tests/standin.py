@@ -5,7 +5,7 @@ history only from its feeds, by plain indexing of the boundary tensors, written 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from kvgate import contract as c
@@ -70,6 +70,28 @@ def contract(
         strategy, "decode", "plain", "stand-in", VOCABULARY, HIDDEN, cache, kept,
         tuple(c.Layer(x.mask, x.rotation) for x in layers), windows, tuple(inputs), tuple(outputs), "",
     )  # fmt: skip
+
+
+def prefill(decode: c.Contract, tokens: int) -> c.Contract:
+    """The boundary of the part that takes `tokens` tokens of a prompt a step into the cache of `decode`."""
+    cache, slots, fixed = decode.cache, decode.cache.capacity, decode.strategy.startswith("fixed_max")
+    layers = (*decode.layers[:-1], replace(decode.layers[-1], mask=None))
+    inputs = [c.Tensor("embedding", c.EMBEDDING, (1, tokens, HIDDEN))]
+    masks = sorted({x.mask for x in layers if x.mask is not None})
+    columns = slots if fixed else slots + tokens
+    inputs += [c.Tensor(f"mask.{i}", c.MASK, (tokens, columns), index=i) for i in masks]
+    inputs += [c.Tensor("cosine.0", c.COSINE, (1, tokens, 4)), c.Tensor("sine.0", c.SINE, (1, tokens, 4))]
+    if decode.strategy == "fixed_max_blend":
+        place = (tokens, slots) if cache.layout == "channels" else (slots, tokens)
+        inputs += [c.Tensor("write", c.WRITE, (1, slots), "bool"), c.Tensor("place", c.PLACE, place)]
+    if decode.strategy == "fixed_max_scatter":
+        inputs.append(c.Tensor("slot", c.SLOT, (tokens,), "int64"))
+    delta = decode.strategy == "cpu_managed"
+    last = {x.name for x in decode.states if x.layer == len(layers) - 1 and delta}
+    inputs += [t for t in decode.cache_inputs() if not set(t.states) <= last]
+    returned = tokens if delta else slots if fixed else slots + tokens
+    outputs = c.cache_tensors(cache, decode.states, returned, ".out")
+    return replace(decode, part="prefill", tokens=tokens, layers=layers, inputs=tuple(inputs), outputs=tuple(outputs))
 
 
 def tables(positions: int, size: int = 4) -> dict[str, np.ndarray]:
@@ -199,6 +221,45 @@ class Engine:
         for s, h, d in np.ndindex(rows.shape):
             name, at = index(self.contract, layer, role, h, d, s)
             out[name + ".out"][at] = rows[s, h, d]
+
+
+class Chunks(Engine):
+    """The stand-in's prefill part: several tokens a step, of which the last layer's attention is nobody's business."""
+
+    def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        contract, slots, count = self.contract, self.contract.cache.capacity, self.contract.tokens
+        assert list(feeds) == [t.name for t in contract.inputs]
+        x = feeds["embedding"].reshape(count, -1).astype(np.float64)
+        turn = tables(1)["turn.0"]
+        rotate = [
+            (np.diag(a) + np.diag(b) @ turn).T for a, b in zip(feeds["cosine.0"][0], feeds["sine.0"][0], strict=True)
+        ]
+        out = {t.name: np.zeros(t.shape, np.float32) for t in contract.outputs}
+        read = {name for t in contract.cache_inputs() for name in t.states}
+        for i, spec in enumerate(contract.layers):
+            rows = [self.layer(i, x[n], rotate[n]) for n in range(count)]
+            own = [np.stack([row[k] for row in rows]) for k in (1, 2)]
+            history = [self._read(feeds, i, role, slots) for role in (c.KEY, c.VALUE) if f"layers.{i}.{role}" in read]
+            if contract.strategy.startswith("fixed_max"):
+                for n, slot in self._places(feeds):
+                    for h, new in zip(history, own, strict=True):
+                        h[slot] = new[n]
+                seen = history
+            else:
+                seen = [np.concatenate(pair) for pair in zip(history, own, strict=True)] if history else []
+            for role, rows_ in zip((c.KEY, c.VALUE), own if contract.strategy == "cpu_managed" else seen, strict=True):
+                self._write(out, i, role, rows_)
+            if spec.mask is not None:
+                mask = feeds[f"mask.{spec.mask}"]
+                x = x + np.stack([self.model.attend(i, rows[n][0], *seen, mask[n]) for n in range(count)])
+        return out
+
+    def _places(self, feeds: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
+        """Tokens and the slots that they go to."""
+        if "slot" in feeds:
+            return [(n, int(slot)) for n, slot in enumerate(feeds["slot"])]
+        place = feeds["place"] if self.contract.cache.layout == "channels" else feeds["place"].T
+        return [(int(n), int(slot)) for n, slot in zip(*np.nonzero(place), strict=True)]
 
 
 class Counter(Engine):

@@ -19,6 +19,7 @@ import numpy as np
 import standin
 from kvgate import contract as c
 from kvgate.board import wire
+from kvgate.board.agent import VERSION
 from kvgate.remote import agent_zip
 
 GHZ = 1_000_000_000
@@ -128,7 +129,7 @@ class Remote:
         return self.receive()
 
     def hello(self, deadline: float = 60) -> dict[str, Any]:
-        return self.ask("hello", version=1, deadline=deadline)
+        return self.ask("hello", version=VERSION, deadline=deadline)
 
     def put(self, data: bytes) -> str:
         sha = hashlib.sha256(data).hexdigest()
@@ -244,6 +245,8 @@ def job(script: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any
         "platform": "rk3576",
         "custom_string": json.dumps(script or {}),
         "contract_digest": CONTRACT.digest,
+        "pieces": [],
+        "parts": {},
         "mask": -1e4,
         "programs": {"chat": {"histories": ["isolated", "forced", "free"]}},
         "isolated": 2,

@@ -50,7 +50,7 @@ def child_of(remote: rig.Remote) -> int:
 
 def test_hello(remote, work):
     head = remote.hello()
-    assert head["type"] == "hello" and head["version"] == 1 and head["pid"] == remote.process.pid
+    assert head["type"] == "hello" and head["version"] == 2 and head["pid"] == remote.process.pid
     assert head["free_bytes"] > 0 and head["memory_bytes"] > 0 and head["machine"] == os.uname().machine
     assert head["environment"]["kernel"] and head["environment"]["why"]
     assert list(head["engines"]) == ["onnxruntime"]  # what is inside this zip
@@ -62,8 +62,8 @@ def test_hello(remote, work):
 @pytest.mark.parametrize(
     ("frame", "kind", "text"),
     [
-        ({"type": "hello", "version": 2, "deadline": 9}, "protocol", "hello: ValueError: version: got 2, allowed: 1"),
-        ({"type": "hello", "version": 1}, "protocol", "hello: KeyError: 'deadline'"),
+        ({"type": "hello", "version": 1, "deadline": 9}, "protocol", "hello: ValueError: version: got 1, allowed: 2"),
+        ({"type": "hello", "version": 2}, "protocol", "hello: KeyError: 'deadline'"),
         ({"type": "format"}, "protocol", "type: got 'format'"),
         ({"type": "have", "files": {"../x": 1}}, "io", "sha256: got '../x', allowed: 64 hex digits"),
         ({"type": "have", "files": 7}, "protocol", "have: AttributeError"),

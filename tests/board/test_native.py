@@ -1,15 +1,18 @@
 """The ctypes engine over the double of the C runtime: layouts, types, codes, swapped caches. No NPU, no vendor code."""
 
 import importlib
+import re
 import shutil
 from pathlib import Path
 
+import graphs
 import numpy as np
 import pytest
 import standin
 from kvgate import contract as c
 from kvgate.board import capi, native
 from kvgate.board.engine import EngineError
+from kvgate.board.resident import Side
 from kvgate.observe import observe
 from kvgate.strategies import host as shared
 from system import double
@@ -176,6 +179,137 @@ def test_a_disturbed_slot_is_seen_in_a_swapped_cache(library):
     host.observes = False  # type: ignore[attr-defined]
     host.reset()
     assert host.take(engine.step(host.feeds([1]))).disturbed == 0
+
+
+# A prompt in chunks, by a part with an artifact and a memory of its own
+
+
+TOKENS = 3
+ONE_HEAD = (standin.Layer(1, 4, 4, mask=0), standin.Layer(1, 4, 4, mask=1))
+
+
+class Row:
+    """Both parts of a row, on a double of the runtime each."""
+
+    def __init__(self, built: Path, folder: Path, contract: c.Contract, stored: Stored) -> None:
+        """stored: how the prefill part's artifact holds its tensors."""
+        self.contract, self.chunk = contract, standin.prefill(contract, TOKENS)
+        parts = (("decode", contract, HALF, standin.Engine), ("prefill", self.chunk, stored, standin.Chunks))
+        self.libraries, self.engines = [], []
+        for name, of, held, engine in parts:
+            (folder / name).mkdir()
+            library = double.Library(Path(shutil.copy(built, folder / name / "librknnrt.so")))
+            self.engines.append(opened(library, of, stored=held))
+            library.compute(of, engine(of).step)
+            self.libraries.append(library)
+        self.decode, self.prefill = self.engines
+
+    def halves(self, resident: bool) -> tuple[shared.Host, shared.Host]:
+        kind, tables = half(self.contract.strategy), standin.tables(8)
+        if resident:
+            host = self.decode.host(kind, tables, -1e4)
+            return host, self.prefill.beside(host)
+        plain = kind(self.contract, tables, -1e4)
+        return plain, plain.chunked(self.chunk)
+
+    def logits(self, host: shared.Host, chunks: shared.Host, *counts: int) -> list[np.ndarray]:
+        """Tokens in steps of so many each, 1: by decode; the logits of those."""
+        host.reset()
+        found, tokens = [], iter((3, 1, 4, 1, 5, 9, 2, 6))
+        for count in counts:
+            fed = [next(tokens) for _ in range(count)]
+            engine, of = (self.decode, host) if count == 1 else (self.prefill, chunks)
+            step = of.take(engine.step(of.feeds(fed)), count)
+            found += [] if step.logits is None else [step.logits]
+        assert [x for library in self.libraries for x in library.problems] == []
+        return found
+
+
+CHUNKED = [
+    *((strategy, CACHE, None) for strategy in OURS),
+    ("cpu_managed", c.Cache(8, "rows", 4, "layer"), None),
+    ("dynamic_concat", c.Cache(8, "rows", 3), ONE_HEAD),  # there a growing cache is swapped
+]
+
+
+@pytest.fixture(params=CHUNKED, ids=lambda x: f"{x[0]}-{x[1].layout}{x[1].rank}")
+def contract(request) -> c.Contract:
+    strategy, cache, layers = request.param
+    return standin.contract(strategy, cache, *([layers] if layers else []))
+
+
+@pytest.mark.parametrize("stored", [HALF, Stored("float32"), Stored(fmt=double.NCHW)], ids=lambda x: f"{x.type}{x.fmt}")
+def test_a_prompt_in_chunks_is_what_it_is_without_the_runtime_s_memory(built, tmp_path, contract, stored):
+    """Whatever the layouts and types of the two artifacts are, and however the steps follow each other."""
+    if stored.fmt == double.NCHW and contract.cache.rank == 3:
+        stored = Stored("float16", double.UNDEFINED, double.NONE)
+    row = Row(built, tmp_path, contract, stored)
+    plain, resident = row.halves(False), row.halves(True)
+    for counts in ((3, 3, 1, 1), (1, 3, 2, 1), (2, 1, 3, 1), (1, 1, 1, 1), (3, 2, 1)):
+        wanted, found = row.logits(*plain, *counts), row.logits(*resident, *counts)
+        # What a float32 part made is rounded once more where it goes through decode's float16 memory and back.
+        np.testing.assert_allclose(found, wanted, 0, 0.02 if stored.type == "float32" else 0, err_msg=str(counts))
+        assert resident[0].length == resident[1].length == plain[0].length == sum(counts)
+        for name, x in plain[0].views.items():
+            np.testing.assert_array_equal(resident[0].views[name].astype(np.float16), x.astype(np.float16))
+    # As the reference has it, to half precision.
+    of = standin.Model(standin.layers_of(contract)).trace(
+        np.array([3, 1, 4, 1, 5, 9, 2, 6]), 8, standin.tables(8), contract.windows
+    )
+    assert graphs.relative(row.logits(*resident, 3, 3, 1, 1)[-1], of.logits[7]) < 0.02
+
+
+def test_the_other_part_is_observed_in_its_own_memory(built, tmp_path, contract):
+    row = Row(built, tmp_path, contract, HALF)
+    found = []
+    for resident in (False, True):
+        _, chunks = row.halves(resident)
+        found.append(observe(row.prefill, chunks, trace(contract), ["isolated", "forced"], 3))
+    assert sorted(found[0]) == sorted(found[1]) and "forced/layers.1.value" in found[0]
+    for name in found[0]:
+        if not name.endswith("disturbed"):
+            np.testing.assert_array_equal(found[1][name], found[0][name], err_msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["cpu_managed", "fixed_max_blend"])
+def test_the_cache_is_copied_at_the_switch_alone(built, tmp_path, strategy, monkeypatch):
+    row = Row(built, tmp_path, standin.contract(strategy, CACHE), HALF)
+    host, chunks = row.halves(True)
+    row.logits(host, chunks, 3, 3)
+    memory = [host.kept.views["layers.0.key"], chunks.kept.views["layers.0.key"]]
+    assert [bool(x.any()) for x in memory] == [False, True]  # nothing was written to decode's memory yet
+    assert host.length == 6 and host.views["layers.0.key"][:6].all()
+    np.testing.assert_array_equal(*memory)
+    wanted = row.logits(host, chunks, 3, 3, 1)
+    monkeypatch.setattr(Side, "_newest", lambda self: self.kept)  # no copy at all: it would be seen
+    assert np.abs(row.logits(host, chunks, 3, 3, 1)[0] - wanted[0]).max() > 0.01
+
+
+def test_a_decoder_in_pieces_has_no_memory_to_share(library):
+    """Its host half's arrays are the cache: the part is fed from them."""
+    contract = standin.contract("cpu_managed", CACHE)
+    engine = opened(library, standin.prefill(contract, TOKENS))
+    host = half("cpu_managed")(contract, standin.tables(8), -1e4)
+    chunks = engine.beside(host)
+    assert chunks.kept is host.kept and chunks.contract.part == "prefill"
+
+
+def test_parts_of_other_buffers_are_refused(library):
+    engine = opened(library, standin.prefill(standin.contract("cpu_managed", c.Cache(8, "channels", 3)), TOKENS))
+    host = half("cpu_managed")(standin.contract("cpu_managed", c.Cache(9, "channels", 3)), standin.tables(9), -1e4)
+    with pytest.raises(ValueError, match=r"prefill: input 'key.0': got shape \(2, 4, 8\), allowed: \(2, 4, 9\)"):
+        engine.beside(host)
+
+
+def test_a_state_of_another_size_is_named(library):
+    contract = standin.contract("cpu_managed", CACHE)
+    text = re.sub(r"(input key\.0 .*) \S+", r"\1 2,4,9", double.artifact(contract, custom=CUSTOM))
+    (library.path.parent / native.ARTIFACT).write_text(text)
+    engine = native.Engine(job(), library.path.parent, contract, str(library.path))
+    with pytest.raises(
+        EngineError, match=r"tensor 'key.0' \(state layers.0.key\): got 72 elements, .*allowed: \[2, 4, 8"
+    ):
+        engine.open(lambda phase: None)
 
 
 # Layouts and types

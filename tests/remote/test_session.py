@@ -34,7 +34,7 @@ def get():
 def begin(**more):
     raw(b"\\nKVGATE {hashlib.sha256(AGENT).hexdigest()} have\\n")
     get()
-    say("hello", **dict(dict(version=1, python="3.9.2", machine="aarch64", pid=1, free_bytes=10**9,
+    say("hello", **dict(dict(version=2, python="3.9.2", machine="aarch64", pid=1, free_bytes=10**9,
                              memory_bytes=10**9, environment={{}}, engines={{}}), **more))
 def file(name, data=b"data", size=None, offset=0):
     say("file", data, name=name, size=len(data) if size is None else size, offset=offset)
@@ -44,7 +44,7 @@ def done(**change):
 """
 DATA = hashlib.sha256(b"data").hexdigest()
 FAST = Limits(connect=5, answer=0.5, chunk=2, end=2)
-JOB = {"programs": {"sky": {}}, "seconds": {"step": 0.5}}
+JOB = {"parts": {}, "programs": {"sky": {}}, "seconds": {"step": 0.5}}
 SKY = f"file('observations/sky.npz'); done(files={{'observations/sky.npz': '{DATA}'}})"
 
 
@@ -77,6 +77,20 @@ def test_a_job(session, tmp_path):
     assert (tmp_path / "observations/sky.npz").read_bytes() == b"data"
 
 
+def test_another_part_s_observations_are_part_of_the_answer(session, tmp_path):
+    job = JOB | {"parts": {"prefill": {}}}
+    with (
+        session(f"begin(); get(); {SKY}") as s,
+        pytest.raises(Refused, match=r"observations/prefill/sky.npz: got nothing"),
+    ):
+        s.run(job, tmp_path)
+    files = {f"observations/{x}.npz": DATA for x in ("sky", "prefill/sky")}
+    both = f"file('observations/sky.npz'); file('observations/prefill/sky.npz'); done(files={files})"
+    with session(f"begin(); get(); {both}") as s:
+        s.run(job, tmp_path)
+    assert (tmp_path / "observations/prefill/sky.npz").read_bytes() == b"data"
+
+
 def test_a_flood_on_stderr_is_not_kept(session, tmp_path):
     agent = session(f"begin(); get(); [sys.stderr.write('x' * 999 + chr(10)) for _ in range(20_000)]; {SKY}")
     assert run(agent, tmp_path)["ok"] and len(agent.link._stderr) <= 1 << 14
@@ -107,6 +121,9 @@ HOSTILE = {
     "file('a;$(touch escape).npz')": "file name: got",
     "file('verdict.py')": "file name: got",
     "file('observations/other.npz')": "observations of no program of this job",
+    "file('observations/prefill/sky.npz')": "observations of no program of this job",
+    "file('observations/../sky.npz')": "file name: got",
+    "file('prefill/sky.npz')": "file name: got",
     "[file(f'more{n}.txt') for n in range(9)]": "more than 8 files that nobody asked for",
     "file('observations/sky.npz', size=-1)": "allowed: whole numbers",
     "file('observations/sky.npz', size=True)": "allowed: whole numbers",
@@ -309,7 +326,7 @@ def test_a_full_disk_stops_the_sending(session, tmp_path):
 
 @pytest.mark.parametrize(
     ("hello", "said"),
-    [("version=2", "got version 2"), ("engines=None", "no engines"), ("free_bytes='x'", "no free_bytes")],
+    [("version=1", "got version 1"), ("engines=None", "no engines"), ("free_bytes='x'", "no free_bytes")],
 )
 def test_an_agent_of_another_version_is_refused(session, hello, said):
     with pytest.raises(Refused, match=said), session(f"begin({hello}); IN.read()"):

@@ -5,12 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
+import numpy as np
 import pytest
 import tinyrow
+from graphs import Model
 from kvgate.board.engine import EngineError
 from kvgate.serving import bundled
 from kvgate.serving.bundled import Bundle, Refused
+from kvgate.serving.context import Options, Run
+from system import double
 
 
 @pytest.fixture
@@ -128,6 +134,79 @@ def test_a_graph_s_contract_that_is_no_contract(bundle, tmp_path):
         (tmp_path / "contract.json").write_bytes(data)
         ran = tinyrow.generate(bundle, "Hi", "--graph", str(tmp_path))
         assert ran.returncode == 1 and "is the contract of another graph" in ran.stderr and ran.stderr.count("\n") == 1
+
+
+# A prompt in chunks, by the C runtime itself
+
+
+TOKENS = 8
+SILENT = types.SimpleNamespace(errors=list, heed=lambda: None, say=lambda text: None)
+
+
+@pytest.fixture
+def native(rows, tmp_path, monkeypatch):
+    """Opens a chip's bundle with a prefill part on doubles of the runtime, one an artifact, that compute its graph."""
+    made = Model(rows.results, "tiny")
+    parts = {"": made.export("cpu_managed", capacity=tinyrow.CAPACITY)}
+    parts["prefill"] = made.prefill("cpu_managed", capacity=tinyrow.CAPACITY, tokens=TOKENS)
+    folder = tmp_path / "native"
+    shutil.copytree(rows.bundle(tinyrow.CHIP), folder)
+    facts = json.loads((folder / "bundle.json").read_text())
+    built = double.build(tmp_path / "librknnrt.so")
+    libraries = {}
+    for place, graph in parts.items():
+        (folder / place).mkdir(exist_ok=True)
+        text = double.artifact(graph.contract, stored=double.Stored("float32"), custom="x")
+        (folder / place / "model.rknn").unlink(missing_ok=True)
+        (folder / place / "model.rknn").write_text(text)
+        (folder / place / "graph_contract.json").write_text(graph.contract.to_json())
+        libraries[place] = double.Library(Path(shutil.copy(built, tmp_path / f"{place}.so")))
+        libraries[place].compute(graph.contract, graph.engine.step)
+    facts["sizes"]["model.rknn"] = (folder / "model.rknn").stat().st_size
+    told = {"graph": "no", "custom_string": "x", "contract_digest": parts["prefill"].contract.digest}
+
+    def opened(**change):
+        (folder / "bundle.json").write_text(json.dumps(facts | change))
+        paths = iter([str(x.path) for x in libraries.values()])
+        monkeypatch.setattr("kvgate.board.native._installed", lambda: next(paths))
+        return Bundle(folder).context("native", None, "auto", SILENT)
+
+    yield opened, {"prefill": told}, libraries, folder
+    rows.bundle(tinyrow.HOST)
+
+
+def test_native_reads_a_prompt_in_chunks(native, rows):
+    """What it says is what it says token by token, in every turn of a conversation."""
+    opened, part, libraries, _ = native
+    ids = [int(x) for x in np.load(rows.job("trace", {}, [], program="full").folder / "trace.npz")["tokens"][:30]]
+    alone = opened(parts={})
+    wanted = [list(alone.generate(ids[:n], Options(5), Run(n))) for n in (20, 30, 9)]
+    alone.close()
+    for library in libraries.values():
+        library.forget()
+    context = opened(parts=part)
+    steps, reused = [], []
+    for n, tokens in zip((20, 30, 9), wanted, strict=True):
+        run = Run(n)
+        before = [x.calls("run") for x in libraries.values()]
+        assert list(context.generate(ids[:n], Options(5), run)) == tokens
+        steps.append([x.calls("run") - y for x, y in zip(libraries.values(), before, strict=True)])
+        reused.append(run.reused)
+    assert [x.problems for x in libraries.values()] == [[], []]
+    # Of decode the prompt's last token, or two, and all but the last of those that were made.
+    ones = [len(tokens) - 1 + n for tokens, n in zip(wanted, (1, 2, 1), strict=True)]
+    assert reused == [0, 20, 8] and steps == [[ones[0], 3], [ones[1], 1], [ones[2], 0]]
+    context.close()
+    assert [x.live for x in libraries.values()] == [0, 0]
+
+
+def test_a_part_of_another_row_is_refused_by_name(native, rows):
+    opened, part, _, folder = native
+    other = Model(rows.results, "tiny").prefill("cpu_managed", capacity=tinyrow.CAPACITY + 1, tokens=TOKENS).contract
+    (folder / "prefill/graph_contract.json").write_text(other.to_json())
+    part["prefill"]["contract_digest"] = other.digest
+    with pytest.raises(Refused, match=r"native: prefill: cache: got Cache\(capacity=49.*allowed: Cache\(capacity=48"):
+        opened(parts=part)
 
 
 # The command line

@@ -12,6 +12,7 @@ import boardrow
 import numpy as np
 import pytest
 import tinygraph
+from kvgate import contract as c
 from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
 from kvgate.jobs import record
@@ -192,7 +193,7 @@ def seen(ran, tmp_path):
             np.savez(buffer, **data)  # type: ignore[arg-type]
             data = buffer.getvalue()
         path.write_bytes(data)
-        untrusted.observations(path, contract, {"isolated": 5, "forced": 16, "free": 18})
+        untrusted.observations(path, contract, {"isolated": range(5), "forced": range(16), "free": range(18)})
 
     return arrays, hold
 
@@ -228,6 +229,21 @@ def test_an_array_that_no_program_returns(seen, name, array, said):
     with pytest.raises(untrusted.Bad, match=said) as why:
         hold({**arrays, name: array})
     assert "\n" not in str(why.value)
+
+
+def test_replaced_states_come_at_the_positions_that_the_reference_has(seen, tmp_path):
+    arrays, _ = seen
+    whole, state = tinygraph.contract(), c.convolution(2, 8, 2)
+    returned = c.Tensor("convolution.2.out", c.STATE, state.shape, states=(state.name,))
+    contract = replace(whole, states=(*whole.states, state), outputs=(*whole.outputs, returned))
+    forced = {k: v for k, v in arrays.items() if k.startswith("forced/")}
+    for count in (3, 4, 2):
+        np.savez(tmp_path / "x.npz", **forced, **{f"forced/{state.name}": np.zeros((count, *state.shape), np.float32)})
+        if count == 3:
+            untrusted.observations(tmp_path / "x.npz", contract, {"forced": range(16)}, [0, 7, 15, 90])
+        else:
+            with pytest.raises(untrusted.Bad, match=rf"got {count} of forced/layers.2.convolution, allowed: 3"):
+                untrusted.observations(tmp_path / "x.npz", contract, {"forced": range(16)}, [0, 7, 15, 90])
 
 
 def test_a_compressed_file_is_not_unpacked(seen):

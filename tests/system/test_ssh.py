@@ -364,7 +364,7 @@ def both(data):
     done(files={name: hashlib.sha256(data).hexdigest() for name in names})
 raw(("\\nKVGATE " + sys.argv[-2] + " have\\n").encode())
 wire.receive(IN)
-wire.send(OUT, dict(type="hello", version=1, free_bytes=1 << 40, environment={}, engines=dict(onnxruntime={})))
+wire.send(OUT, dict(type="hello", version=2, free_bytes=1 << 40, environment={}, engines=dict(onnxruntime={})))
 head, _ = wire.receive(IN)
 wire.send(OUT, dict(type="have", present=list(head["files"]), partial={}))
 wire.receive(IN)

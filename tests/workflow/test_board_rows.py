@@ -53,6 +53,44 @@ def test_a_row_a_backend_and_the_same_numbers_through_the_agent(with_boards):
     assert planned(with_boards) == {}
 
 
+PARTS = """
+sweep:
+  name: tinyboards
+  backends: [onnxruntime-here]
+  blocks:
+    - {models: [tiny], strategies: [chunky, cut], platforms: [host], quants: [fp32]}
+strategies:
+  chunky: {module: cpu_managed, capacity: 32, prefill: 8}
+  cut: {module: cpu_managed, capacity: 32, layers: 1}
+"""
+
+
+def test_every_part_of_a_row_runs_in_one_job(repository):
+    (repository.path / "parts.yaml").write_text(PARTS)
+    config = f"{CONFIG} parts.yaml"
+    done = repository.snakemake(config=config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(repository)
+    assert {x["verdict"] for x in rows.values()} == {"pass"} and len(rows) == 4
+    for strategy in ("chunky", "cut"):
+        here, there = (rows[strategy, "host", name] for name in ("onnxruntime", "onnxruntime-here"))
+        assert here["top1"] == there["top1"] and here["tokens_end"] == there["tokens_end"]
+        assert float(there["first_token_ms"]) > 0
+    row = repository.path / "results/models/tiny/rows/plain/{}/host/fp32/onnxruntime-here"
+    verdict = json.loads(Path(str(row).format("chunky"), "verdict.json").read_text())
+    assert {"tiny_fill", "prefill/tiny_fill"} <= {x["program"] for x in verdict["gates"]}
+    here = rows["chunky", "host", "onnxruntime"]
+    assert here["kv_l2_worst"] == rows["chunky", "host", "onnxruntime-here"]["kv_l2_worst"]
+    ran = json.loads(Path(str(row).format("cut"), "run.json").read_text())
+    assert set(ran["files"]) == {"observations/tiny_chat.npz", "observations/tiny_fill.npz"}
+    assert repository.planned(config=config) == {}
+    # Another chunk is another prefill graph, and the board runs the row again.
+    (repository.path / "parts.yaml").write_text(PARTS.replace("prefill: 8", "prefill: 4"))
+    assert repository.planned(config=config) == {
+        "export": 1, "check": 1, "run": 1, "verify": 2, "judge": 2, "tabulate": 1
+    }  # fmt: skip
+
+
 def test_the_agents_code_reruns_what_ran_through_it(repository):
     with (repository.path / "workflow/kvgate/board/jobs.py").open("a") as file:
         file.write(CODE)

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvgate.board import environment, files, jobs, wire
 
-VERSION = 1
+VERSION = 2
 _GREETING = 60.0  # seconds in which `hello` must come
 _LAST_WORD = 3.0  # seconds for the message after the deadline
 _CODES = {"bye": 0, "closed": 3, "ended": 4, "garbled": 5}

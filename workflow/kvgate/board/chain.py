@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvgate.board import layertable
 from kvgate.contract import HIDDEN, LOGITS, Contract
 
 
@@ -38,6 +39,17 @@ class Chain:
                 before = [found[t.name]] if t.role == LOGITS and t.name in found else []
                 found[t.name] = np.concatenate([*before, outputs[t.name]], -1) if before else outputs[t.name]
         return found, stream
+
+    def last_us(self) -> dict[str, Any]:
+        """The runtime's own times of a step together, where every piece has one."""
+        asks = [getattr(engine, "last_us", None) for engine, _ in self.pieces]
+        times = [ask()["run_us"] if ask else None for ask in asks]
+        return {"run_us": None if None in times else sum(times)}
+
+    def layers(self) -> dict[str, Any] | None:
+        """The pieces' layer tables as one, None where an engine has none."""
+        asks = [getattr(engine, "layers", None) for engine, _ in self.pieces]
+        return None if None in asks else layertable.joined([ask() for ask in asks if ask])
 
     def close(self) -> None:
         for engine, _ in self.pieces:

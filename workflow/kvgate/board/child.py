@@ -1,7 +1,8 @@
-"""The process that holds one artifact: opens it, runs the programs and the timing, writes what it saw.
+"""The process that holds a row's artifacts: opens them, runs the programs and the timing, writes what it saw.
 
 Run by the agent as `agent.pyz --child FOLDER`. FOLDER holds the job's files and job.json; it leaves opened.json,
-observations/{program}.npz and, last, result.json. Where it is stands in the marker. Python 3.9, numpy.
+observations/{program}.npz, those of a part beside `decode` in a folder of its name, and, last, result.json. Where it
+is stands in the marker. Python 3.9, numpy.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvgate.board import printed
-from kvgate.board.environment import ENGINES
+from kvgate.board import parts, printed
 from kvgate.board.files import error_kind
 from kvgate.board.jobs import JOB, MARKER, OPENED, OUTPUTS, PROBE, RESULT, finding
 from kvgate.board.marker import Marker
@@ -62,21 +62,23 @@ class Child:
         self.job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         self.marker = Marker(folder / MARKER)
         self.text = printed.Text()
-        self.engine: Any = None
+        self.engines: Any = None  # opened.Engines
+        self.engine: Any = None  # of `decode`
         self.findings: list[dict[str, Any]] = []
         self.ledger: dict[str, Any] | None = None
 
     def run(self) -> None:
         self.marker.set("import")
-        from kvgate.contract import Contract
+        from kvgate.board.opened import Engines
 
-        contract = Contract.from_json((self.folder / "contract.json").read_text(encoding="utf-8"))
-        self.engine = importlib.import_module(ENGINES[self.job["engine"]]).Engine(self.job, self.folder, contract)
+        row = parts.read(self.folder, self.job)
+        self.engines = Engines(self.job, self.folder, row)
         self._open()
+        self.engine = self.engines.decode
         if PROBE in self.job["files"]:
             self._probe()
         else:
-            self._programs(contract)
+            self._programs(row.whole.contract)
 
     def failure(self, error: Exception) -> dict[str, Any]:
         """The result of an error: its finding comes first."""
@@ -95,9 +97,8 @@ class Child:
         part.replace(self.folder / name)
 
     def close(self) -> None:
-        if self.engine is not None:
-            with contextlib.suppress(Exception):
-                self.engine.close()
+        if self.engines is not None:
+            self.engines.close()
 
     def _probe(self) -> None:
         """The feeds of the file, [n, *shape] each: n steps without a host half."""
@@ -127,12 +128,46 @@ class Child:
         self._heed()
         first_token = None
         for name, trace in traces.items():
-            timed, isolated = self._program(name, trace, host)
+            timed, isolated = self._program(name, trace, host, self.engine)
             if first_token is None and trace.prompt < len(trace.tokens):
                 first_token = ledger.first_token(timed, isolated, trace.prompt)
         longest = max(traces.values(), key=lambda x: len(x.tokens))
-        self.ledger = self._timing(longest.tokens.tolist(), host, contract)
-        self.ledger.update(self._layers(), first_token_us=first_token, peak_rss_bytes=ledger.peak_rss())
+        timing = self._timing(longest.tokens.tolist(), host, contract)
+        halves = self._parts(traces, host)
+        spoken = next((x for x in traces.values() if x.prompt < len(x.tokens)), None)
+        if parts.PREFILL in halves and spoken:
+            first_token = self._first_token(spoken.tokens[: spoken.prompt].tolist(), host, *halves[parts.PREFILL])
+        timing.update(self._layers(), first_token_us=first_token, peak_rss_bytes=ledger.peak_rss())
+        self.ledger = timing
+
+    def _parts(self, traces: dict[str, Any], host: Any) -> dict[str, tuple[Any, Any]]:
+        """Observe the programs in the parts beside `decode`; each one's engine and host half."""
+        from kvgate.board.opened import beside
+
+        found = {}
+        for part, (engine, contract) in self.engines.parts.items():
+            found[part] = engine, beside(engine, contract, host)
+            for name, trace in traces.items():
+                self._program(name, trace, found[part][1], engine, part + "/")
+        return found
+
+    def _first_token(self, prompt: Sequence[int], host: Any, engine: Any, chunks: Any) -> float:
+        """Microseconds of a prompt as a bundle reads it: in chunks, the last token by `decode`."""
+        from kvgate.board.ledger import Timed
+
+        one, many = Timed(self.engine, host, after=self._heed), Timed(engine, chunks, after=self._heed)
+        for half in (host, chunks):
+            if hasattr(half, "observes"):
+                half.observes = False
+        host.reset()
+        at = 0
+        while at < len(prompt):
+            size = parts.chunk(len(prompt) - at, chunks.contract.tokens)
+            self.marker.set("first token {}/{}".format(at + size, len(prompt)))
+            timed = many if size > 1 else one
+            timed.take(timed.step(timed.feeds(prompt[at : at + size])), size)
+            at += size
+        return round(float(one.totals().sum() + many.totals().sum()), 1)
 
     def _host(self, contract: Any) -> Any:
         import numpy as np
@@ -146,7 +181,7 @@ class Child:
 
     def _open(self) -> None:
         """Versions and findings are on disk before the first inference, which may be the last."""
-        opened = self.engine.open(self.marker.set)
+        opened = self.engines.open(self.marker.set)
         self.findings += opened.get("findings", [])
         place = self.marker.get()
         for line in self.text.errors():
@@ -165,24 +200,27 @@ class Child:
             raise _Failure("failed_to_submit", submit)
         raise _Failure("ignored_run_error", "arrays came back, but the runtime said: {}".format(lines[-1]))
 
-    def _program(self, name: str, trace: Any, host: Any) -> tuple[Any, int]:
-        """Observe one program. Returns what was timed, and how many isolated steps come first in it."""
+    def _program(self, name: str, trace: Any, host: Any, engine: Any, of: str = "") -> tuple[Any, int]:
+        """Observe one program. Returns what was timed, and how many isolated steps come first in it.
+
+        of: `prefill/` of that part.
+        """
         from kvgate import observe
         from kvgate.board.ledger import Timed
 
-        histories = self.job["programs"][name]["histories"]
-        coming = Coming(name, histories)
-        timed: Any = Timed(self.engine, host, lambda: self.marker.set(coming.text), self._heed)
+        histories = observe.histories(host.contract, self.job["programs"][name]["histories"])
+        coming = Coming(of + name, histories)
+        timed: Any = Timed(engine, host, lambda: self.marker.set(coming.text), self._heed)
         found = observe.observe(timed, timed, trace, histories, int(self.job["isolated"]), coming.passed)
-        self.marker.set("saving {}".format(name))
-        self._save(self.folder / "observations" / (name + ".npz"), found)
+        self.marker.set("saving {}".format(of + name))
+        self._save(self.folder / "observations" / (of + name + ".npz"), found)
         return timed, len(found.get("isolated/positions", ()))
 
     @staticmethod
     def _save(path: Path, arrays: dict[str, Any]) -> None:
         import numpy as np
 
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
             np.savez(file, **arrays)
         path.with_suffix(".part").replace(path)

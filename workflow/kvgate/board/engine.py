@@ -76,9 +76,23 @@ def returned(outputs: Sequence[np.ndarray] | None, tensors: Sequence[Tensor], wh
         if array.size != math.prod(t.shape) or array.dtype.kind not in "fiub":
             raise EngineError(
                 "contract",
-                "output {!r}: got {} {}, allowed: {} {}".format(
-                    t.name, array.dtype, list(array.shape), t.dtype, list(t.shape)
+                "output {!r}{}: got {} {}, allowed: {} {}".format(
+                    t.name, _of(t), array.dtype, list(array.shape), t.dtype, list(t.shape)
                 ),
             )
         found[t.name] = np.ascontiguousarray(array, np.float32).reshape(t.shape)
     return found
+
+
+def states_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What is held to the contract first: of an artifact with another cache people want to hear the state."""
+    return sorted(tensors, key=lambda t: not t.states)
+
+
+def told(tensor: Tensor) -> str:
+    """A tensor's name, and the states that it holds."""
+    return "tensor {!r}{}".format(tensor.name, _of(tensor))
+
+
+def _of(tensor: Tensor) -> str:
+    return " (state {})".format(", ".join(tensor.states)) if tensor.states else ""

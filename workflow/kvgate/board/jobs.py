@@ -21,9 +21,8 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from kvgate.board import environment, files, printed, wire
+from kvgate.board import environment, files, parts, printed, wire
 from kvgate.board.marker import Marker, Place
-from kvgate.contract import Contract
 
 RESULT, OPENED, STDERR = "result.json", "opened.json", "stderr.txt"
 MARKER, JOB = "marker", "job.json"
@@ -122,7 +121,8 @@ class Work:
         known = {name: self.before.get(name) for name in ("runtime", "driver", "toolkit_lite", "numpy", "python")}
         versions = {**known, **opened.get("versions", {}), "toolkit": self.toolkit}
         # The runtime's layer table as printed goes along: a first board may show one that our parser does not know.
-        found = [path for name in ("observations/*.npz", OUTPUTS, "layers.txt") for path in sorted(folder.glob(name))]
+        names = ("observations/*.npz", "observations/*/*.npz", OUTPUTS, "layers.txt")
+        found = [path for name in names for path in sorted(folder.glob(name))]
         # Those of the child's opening are in a result too; they stand here for a child that wrote none.
         told = findings if result else findings + opened.get("findings", [])
         return {
@@ -148,17 +148,16 @@ class Work:
         if job["engine"] not in environment.ENGINES or util.find_spec(environment.ENGINES[job["engine"]]) is None:
             return _refused("engine_missing", "engine: got {!r}, not in this agent".format(job["engine"]))
         try:
-            contract = Contract.from_json((folder / "contract.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            return _refused("contract", "contract.json: {}".format(error))
-        if contract.digest != job["contract_digest"]:
-            return _refused(
-                "contract", "contract: got digest {}, allowed: {}".format(contract.digest, job["contract_digest"])
-            )
-        if PROBE not in job["files"] and not _has_strategy(contract.strategy):
-            return _refused("contract", "strategy: got {!r}, not in this agent".format(contract.strategy))
+            row = parts.read(folder, job)
+        except parts.Unfit as error:
+            return _refused("contract", str(error))
+        strategy = row.whole.contract.strategy
+        if PROBE not in job["files"] and not _has_strategy(strategy):
+            return _refused("contract", "strategy: got {!r}, not in this agent".format(strategy))
         if job["engine"] != "onnxruntime":
-            refusal = self._board_refusal(job) or self._artifact_refusal(job, folder)
+            refusal = self._board_refusal(job)
+            for artifact in row.artifacts():
+                refusal = refusal or self._artifact_refusal(job, folder, artifact)
             if refusal:
                 return refusal
         free = environment.available(self.root)
@@ -174,25 +173,30 @@ class Work:
             return _refused("platform", "board: got {}, allowed: rockchip,{}".format(got, job["platform"]))
         return None
 
-    def _artifact_refusal(self, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    def _artifact_refusal(self, job: dict[str, Any], folder: Path, of: parts.Artifact) -> dict[str, Any] | None:
         """The artifact's own contract says what it was made of, and its custom string that it is that artifact."""
+        name = of.named(parts.ARTIFACT)
         try:
-            artifact = json.loads((folder / "artifact.json").read_text(encoding="utf-8"))
+            artifact = json.loads((folder / name).read_text(encoding="utf-8"))
             identity, custom = artifact["identity"], artifact["custom_string"]
-            wanted = {"graph": job["contract_digest"], "platform": job["platform"]}
+            wanted = {"graph": of.told["contract_digest"], "platform": job["platform"]}
             self.toolkit = str(identity["toolkit"])
+            parts.hold_boundary(of, artifact)
+        except parts.Unfit as error:
+            return _refused("contract", str(error))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return _refused("contract", "artifact.json: {}: {}".format(type(error).__name__, error))
-        for name, value in wanted.items():
-            if identity.get(name) != value:
-                kind = "platform" if name == "platform" else "contract"
-                return _refused(kind, "artifact's {}: got {!r}, allowed: {!r}".format(name, identity.get(name), value))
-        if custom != job["custom_string"]:
-            return _refused(
-                "contract", "artifact's custom string: got {!r}, allowed: {!r}".format(custom, job["custom_string"])
-            )
-        if not _holds(folder / "model.rknn", custom.encode()):
-            return _refused("contract", "model.rknn: has no custom string {!r}".format(custom))
+            return _refused("contract", "{}: {}: {}".format(name, type(error).__name__, error))
+        whose = "{}: artifact's".format(of.folder) if of.folder else "artifact's"
+        for field, value in wanted.items():
+            if identity.get(field) != value:
+                kind = "platform" if field == "platform" else "contract"
+                text = "{} {}: got {!r}, allowed: {!r}".format(whose, field, identity.get(field), value)
+                return _refused(kind, text)
+        if custom != of.told["custom_string"]:
+            text = "{} custom string: got {!r}, allowed: {!r}".format(whose, custom, of.told["custom_string"])
+            return _refused("contract", text)
+        if not _holds(folder / of.named("model.rknn"), custom.encode()):
+            return _refused("contract", "{}: has no custom string {!r}".format(of.named("model.rknn"), custom))
         return None
 
     @staticmethod

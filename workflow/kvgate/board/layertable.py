@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SOURCE = "RKNN_QUERY_PERF_DETAIL"
@@ -36,7 +37,6 @@ def summary(text: str) -> dict[str, Any]:
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for row in rows:
         sums[row["kind"], row["target"]] += row["us"]
-    ranked = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
     return {
         "npu_us": sum(r["us"] for r in work if r["target"] == "NPU"),
         "cpu_us": sum(r["us"] for r in work if r["target"] == "CPU"),
@@ -44,8 +44,30 @@ def summary(text: str) -> dict[str, Any]:
         "source": SOURCE,
         "why": None,
         "operators": rows,
-        "layers": [{"operator": kind, "target": target, "us": us} for (kind, target), us in ranked],
+        "layers": _ranked(sums),
     }
+
+
+def joined(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One `summary` of several, of artifacts that run one after the other; the first without times if there is one."""
+    for table in tables:
+        if table["npu_us"] is None:
+            return dict(table)
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for row in (x for table in tables for x in table["layers"]):
+        sums[row["operator"], row["target"]] += row["us"]
+    return {
+        **{name: sum(table[name] for table in tables) for name in ("npu_us", "cpu_us", "boundary_us")},
+        "source": SOURCE,
+        "why": None,
+        "operators": [x for table in tables for x in table["operators"]],
+        "layers": _ranked(sums),
+    }
+
+
+def _ranked(sums: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    ranked = sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+    return [{"operator": kind, "target": target, "us": us} for (kind, target), us in ranked]
 
 
 def operators(text: str) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from kvgate.board import capi, environment, layertable
-from kvgate.board.engine import EngineError
+from kvgate.board.engine import EngineError, states_first
 from kvgate.board.placement import Boundary, describe
-from kvgate.board.resident import Resident
+from kvgate.board.resident import Resident, Side
 from kvgate.contract import Contract, Tensor
-from kvgate.strategies import host
+from kvgate.strategies.host import Host
 
 ARTIFACT = "model.rknn"
 # Core masks of platforms that let a program choose: 0 leaves it to the runtime, 0xffff is all.
@@ -121,18 +121,33 @@ class Engine:
 
     # The host half over this engine's memory
 
-    def host(self, kind: type[host.Host], tables: Mapping[str, np.ndarray], mask: float) -> host.Host:
+    def host(self, kind: type[Host], tables: Mapping[str, np.ndarray], mask: float) -> Host:
         """The strategy's host half `kind`, whose cache buffers are this engine's memory wherever that holds floats.
 
         A delta is then written where the NPU reads it. Where the graph gives the whole cache back in the very layout
         and type that it reads, the two memories change places and no slot is copied (`swaps`). Where it gives it back
-        otherwise, arrays of the host half's own are faster than strided float16 ones: it is `kind` itself.
+        otherwise, arrays of the host half's own are faster than strided float16 ones.
         """
         self.swaps = self._pairs() if kind.gives_back else []
         if not self.swaps and self.contract.returned_bytes() >= self.contract.history_bytes():
-            return kind(self.contract, tables, mask)
-        resident = type("Resident" + kind.__name__, (Resident, kind), {"engine": self})
-        made: host.Host = resident(self.contract, tables, mask)
+            bases, fields = (Side, kind), {"kind": kind}  # type: tuple[type, ...], dict[str, Any]
+        else:
+            bases, fields = (Side, Resident, kind), {"kind": kind, "engine": self}
+        made: Host = type(kind.__name__, bases, fields)(self.contract, tables, mask)
+        return made
+
+    def beside(self, other: Host) -> Host:
+        """The host half of this engine's part beside `other`, that of another part of the row, on the same cache.
+
+        Each part's cache lies in its own engine's memory: they are two artifacts, whose layouts and types need not be
+        equal. It is copied where a prompt begins and where it ends. Raises ValueError where the cache inputs differ.
+        """
+        shared = other.chunked(self.contract)
+        if not isinstance(other, Side):  # of a decoder in pieces: arrays of the host half's own
+            return shared
+        made = self.host(other.kind, other.tables, other.mask_value)
+        assert isinstance(made, Side)
+        made.join(other)
         return made
 
     def swap(self) -> None:
@@ -215,7 +230,7 @@ class Engine:
             side = "inputs" if what == capi.Query.INPUT_ATTR else "outputs"
             names = [attr.name.decode(errors="replace") for attr in found]
             raise EngineError("contract", text.format(side, names, [t.name for t in tensors]))
-        for t in tensors:
+        for t in states_first(tensors):
             self.attributes[t.name] = named[t.name]
             self.boundaries[t.name] = describe(named[t.name], t)
 

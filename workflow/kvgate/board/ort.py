@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvgate.board.engine import EngineError, checked, returned
-from kvgate.contract import Contract
+from kvgate.board.engine import EngineError, checked, returned, states_first, told
+from kvgate.contract import Contract, Tensor
 
 
 class Engine:
@@ -35,7 +36,21 @@ class Engine:
         except Exception as error:
             text = (str(error).splitlines() or [type(error).__name__])[0]
             raise EngineError("contract", "onnxruntime: {}".format(text)) from None
+        self._held(self.session.get_inputs(), self.contract.inputs, "inputs")
+        self._held(self.session.get_outputs(), self.contract.outputs, "outputs")
         return {"versions": {"onnxruntime": onnxruntime.__version__}, "core_mask": None, "findings": []}
+
+    def _held(self, found: Sequence[Any], tensors: Sequence[Tensor], side: str) -> None:
+        """The graph's boundary is the contract's. Raises EngineError."""
+        shapes = {x.name: x.shape for x in found}
+        for t in states_first(tensors):
+            if t.name not in shapes:
+                text = "graph's {}: got {}, allowed: {} among them"
+                raise EngineError("contract", text.format(side, sorted(shapes), told(t)))
+            shape = shapes[t.name]
+            if all(isinstance(x, int) for x in shape) and math.prod(shape) != math.prod(t.shape):
+                text = "{}: got {} elements, allowed: {} {}"
+                raise EngineError("contract", text.format(told(t), math.prod(shape), math.prod(t.shape), list(t.shape)))
 
     def step(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         arrays = checked(feeds, self.contract.inputs)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvgate.board.capi import Format, Quant, Type
-from kvgate.board.engine import EngineError
+from kvgate.board.engine import EngineError, told
 from kvgate.contract import Tensor
 
 _DTYPES = {
@@ -135,4 +135,4 @@ def _layout(attr: Any, tensor: Tensor, dims: list[int]) -> tuple[list[int], int]
 
 
 def _error(tensor: Tensor, got: str, allowed: Any) -> EngineError:
-    return EngineError("contract", "tensor {!r}: got {}, allowed: {}".format(tensor.name, got, allowed))
+    return EngineError("contract", "{}: got {}, allowed: {}".format(told(tensor), got, allowed))

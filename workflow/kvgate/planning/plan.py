@@ -205,9 +205,13 @@ class Plan:
         inputs = {stage: self.node(stage, decode) for stage in ("export", "check")}
         config |= {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
         config |= {"timing": self.config["timing"], "mask": HOST_MASK}
+        stages = ["export", "check"]
         if w["platform"] != HOST_PLATFORM:
             inputs["build"] = self.node("build", decode)
+            stages.append("build")
             config["mask"] = self.config["quants"][w["quant"]]["mask"]
+        for part in self._more_parts(w):
+            inputs |= {f"{stage}.{part}": self.node(stage, w | {"part": part}) for stage in stages}
         inputs |= self._traces(w) | {"selftest": self.node("selftest", w)}
         module = self.config["strategies"][w["strategy"]]["module"]
         return self._make("run", w, config, inputs, _on_board(board, module))
@@ -225,7 +229,8 @@ class Plan:
             inputs["build"] = self.node("build", decode)
         for part in self._more_parts(w):
             inputs |= {f"export.{part}": self.node("export", w | {"part": part})}
-            inputs |= {f"observed.{part}": self.node(ran, w | {"part": part})}
+            if ran != "run":  # a board's job is of all parts
+                inputs |= {f"observed.{part}": self.node(ran, w | {"part": part})}
         config = {"programs": self._programs(), "isolated": self.config["sweep"]["isolated"]}
         return self._make("verify", w, config, inputs | self._traces(w), (self._host_half(w),))
 
@@ -271,9 +276,7 @@ class Plan:
         return self._make("tabulate", w, config, inputs, bundle.modules(halves))
 
     def _more_parts(self, w: dict[str, str]) -> list[str]:
-        """The row's parts beside `decode`; a board runs that one alone."""
-        if w["backend"] in self.config["boards"]:
-            return []
+        """The row's parts beside `decode`."""
         return [x for x in parts(self.config["strategies"][w["strategy"]]) if x != DECODE]
 
     def _programs(self) -> Programs:

@@ -18,13 +18,18 @@ from kvgate.remote.link import Limits, Link, Lost, Refused, Trouble
 
 __all__ = ["Limits", "Lost", "Refused", "Session", "Trouble"]
 
-VERSION = 1  # of the frames' meaning
+VERSION = 2  # of the frames' meaning
 _ENDED = "the agent was ended by"  # its last words when somebody on the board ends it: no fault of the row
 _QUIET = 0.2  # seconds between two lines of progress that are passed on
 
 
 def say_nothing(text: str) -> None:
     pass
+
+
+def observed(job: Mapping[str, Any]) -> list[str]:
+    """The programs that a job returns observations of, those of a part beside `decode` as `prefill/sky`."""
+    return [f"{of}{name}" for of in ("", *(f"{part}/" for part in job["parts"])) for name in job["programs"]]
 
 
 class Session:
@@ -109,7 +114,7 @@ class Session:
 
         room: bytes that they may have in all. expected: programs that return observations (default: the job's).
         """
-        inbox = untrusted.Inbox(folder, job.get("programs", {}) if expected is None else expected, room)
+        inbox = untrusted.Inbox(folder, observed(job) if expected is None else expected, room)
         silence = self.limits.answer + max(float(x) for x in job.get("seconds", {"": 0}).values())
         said = 0.0
         self.link.where = "the start of the job"

@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -13,7 +13,7 @@ import numpy as np
 from kvgate.contract import Contract
 from kvgate.remote import drivers
 
-_NAME = re.compile(r"(observations/)?[A-Za-z0-9_-]+(\.[a-z0-9]+)?\.(npz|json|txt)")
+_NAME = re.compile(r"(observations/([a-z]+/)?)?[A-Za-z0-9_-]+(\.[a-z0-9]+)?\.(npz|json|txt)")
 _MORE = 8  # files beside the observations
 _DEPTH, _ITEMS, _TEXT = 12, 50_000, 2000  # of JSON: levels, values in all, characters of a text
 _SLACK = 1 << 20  # bytes for everything that is no array
@@ -28,7 +28,7 @@ class Inbox:
     """Result files as they arrive, in chunks, in a folder of their own. Every name and size is held before a write."""
 
     def __init__(self, folder: Path, programs: Collection[str], room: int) -> None:
-        """programs: whose observations may come; room: bytes that all files together may have."""
+        """programs: whose observations may come, `prefill/sky` of a part; room: bytes of all files at most."""
         self.folder, self.room = folder, room
         self.programs = {f"observations/{name}.npz" for name in programs}
         self.digests: dict[str, str] = {}  # of the files that are whole
@@ -171,13 +171,18 @@ def headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise Bad(f"{path.name}: {drivers.clean(why)}") from None
 
 
-def observations(path: Path, contract: Contract, steps: Mapping[str, int]) -> None:
+def observations(
+    path: Path, contract: Contract, steps: Mapping[str, Sequence[int]], at: Collection[int] | None = None
+) -> None:
     """Hold a file of observations to `kvgate.observe`'s form. Raises Bad.
 
-    steps: of every history that was asked for; of the free one, the most that it can have.
+    steps: the positions of every history that was asked for; of the free one, the most that it can have. at: positions
+    after which replaced states are returned, None: there are no such states.
     """
     shapes = headers(path)
-    for history, count in steps.items():
+    replaced = {x.name for x in contract.states if not x.appended}
+    for history, positions in steps.items():
+        count = len(positions)
         got = shapes.get(f"{history}/tokens", ((), ""))[0][:1]
         if got != (count,) and (history != "free" or not got or got[0] > count):
             said = f"{got[0]} steps" if got else "nothing"
@@ -188,10 +193,16 @@ def observations(path: Path, contract: Contract, steps: Mapping[str, int]) -> No
         known = history in steps or (history == "forced" and "free" in steps)
         expected = _expected(what, contract) if known else None
         single = shape if what == "diverged" else shape[1:]  # of one step
+        if what in replaced and shape and history in ("isolated", "forced"):
+            # Of a forced run that only the free one asked for nobody said where it goes.
+            most = sum(p in set(at or ()) for p in steps.get(history, at or ()))
+            if shape[0] != most and (history in steps or shape[0] > most):
+                raise Bad(f"{path.name}: got {shape[0]} of {drivers.clean(name, 60)}, allowed: {most}")
         if expected is None or expected != (single, kind) or (what != "diverged" and not shape):
             raise Bad(f"{path.name}: got {drivers.clean(name, 60)} {list(shape)}, which the program does not return")
     for history in {*steps, "forced"}:
-        counts = {s[0] for n, (s, _) in shapes.items() if n.startswith(f"{history}/") and s and n != "free/tokens"}
+        own = (n for n in shapes if n.startswith(f"{history}/") and n.partition("/")[2] not in replaced)
+        counts = {shapes[n][0][0] for n in own if shapes[n][0] and n != "free/tokens"}
         if len(counts) > 1 or max(counts, default=0) > contract.cache.capacity:
             raise Bad(f"{path.name}: got {sorted(counts)} steps in the arrays of {history}, allowed: one number")
 

@@ -116,7 +116,7 @@ def _prompt(verdict: Verdict, facts: Facts) -> str:
     tokens = verdict["figures"].get("prefill_tokens")
     if not facts["parts"] or not tokens:
         return "A prompt is read one token a step."
-    return f"`prefill/` reads a prompt {tokens} tokens a step (not by `--backend native`), the last one by itself."
+    return f"`prefill/` reads a prompt {tokens} tokens a step, the last one by itself."
 
 
 def _pieces(facts: Facts) -> str:

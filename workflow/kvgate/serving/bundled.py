@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from kvgate.board import environment
+from kvgate.board import environment, parts
 from kvgate.board.chain import Chain
 from kvgate.board.engine import EngineError
+from kvgate.board.opened import beside
 from kvgate.contract import Contract
 from kvgate.serving import fields
 from kvgate.serving.context import KEEP, Context
@@ -31,7 +32,6 @@ from kvgate.strategies.host import Host
 
 FACTS, CONTRACT, TABLES = "bundle.json", "graph_contract.json", "host.npz"
 VERSION = 2
-PREFILL = "prefill"  # the part, and its folder, that takes many tokens of a prompt at once
 # What bundle.json must have beside its version and its digest: damaged, it would be another file's or no error at all.
 _KINDS = {
     "row": "an object", "special": "an object", "sizes": "an object", "end_ids": "a list", "mask": "a number",
@@ -63,6 +63,8 @@ class Bundle:
             self._check()
         except Refused:
             raise
+        except parts.Unfit as error:
+            raise Refused("{}: {}".format(folder, error)) from None
         except OSError as error:
             raise Refused("{}: {}".format(error.filename, error.strerror)) from None
         except Exception as error:  # whatever damaged JSON leads to
@@ -78,6 +80,9 @@ class Bundle:
         for part, contract, told in named:
             if contract.digest != told["contract_digest"] or contract.part != part:
                 raise Refused("{}/{}: is not the contract that {} names".format(part, CONTRACT, FACTS))
+        parts.hold_pieces(self.contract, self.pieces)
+        for one in self.parts.values():
+            parts.hold_part(self.contract, one)
         for name, allowed in _KINDS.items():
             found = fields.kind(self.facts[name])
             if found != allowed:
@@ -173,18 +178,20 @@ class Bundle:
 
     def _prefill(self, made: list[Any], job: dict[str, Any], graph: Path | None, host: Host) -> Any:
         """Engine and host half that take a prompt's tokens many at once; None where the bundle has none that can be
-        had here. `native` keeps the cache in the memory of one context: its prompts go token by token."""
-        contract = self.parts.get(PREFILL)
-        if contract is None or job["engine"] == "native":
+        had here."""
+        contract = self.parts.get(parts.PREFILL)
+        if contract is None:
             return None
-        place = self.folder / PREFILL
+        place = self.folder / parts.PREFILL
         if job["engine"] == "onnxruntime":
-            place = graph / PREFILL if graph else self.graph(PREFILL) or place
+            place = graph / parts.PREFILL if graph else self.graph(parts.PREFILL) or place
         name = "model.onnx" if job["engine"] == "onnxruntime" else self.facts["artifact"]
         if not (place / name).is_file():
             return None
-        self._open(made, job, place, contract, self.facts["parts"][PREFILL])
-        return made[-1], host.chunked(contract)
+        self._open(made, job, place, contract, self.facts["parts"][parts.PREFILL])
+        half = beside(made[-1], contract, host)
+        _unobserved(half)
+        return made[-1], half
 
     def _host(self, engine: Any) -> Host:
         """The strategy's host half, over the engine's own memory where the engine offers it."""
@@ -196,8 +203,7 @@ class Bundle:
         except Exception as error:
             raise Refused("{}: is damaged: {} (sha256sum -c SHA256SUMS)".format(TABLES, one_line(error))) from None
         host: Host = half(self.contract, tables, mask) if make is None else make(half, tables, mask)
-        if hasattr(host, "observes"):  # nobody looks at what the graph gives back beside the new slot
-            host.observes = False
+        _unobserved(host)
         return host
 
     def _place(self, engine: str, graph: Path | None) -> Path:
@@ -227,6 +233,12 @@ class Bundle:
         if compatible and wanted not in compatible:
             raise Refused("platform: got {}, allowed: {}".format(" ".join(filter(None, compatible)), wanted))
         return self.folder
+
+
+def _unobserved(host: Host) -> None:
+    """Nobody looks at what the graph gives back beside the new slots."""
+    if hasattr(host, "observes"):
+        host.observes = False
 
 
 def engines() -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvgate.board import parts
 from kvgate.board.engine import EngineError
 from kvgate.serving.kept import Kept, common
 from kvgate.serving.sampling import Logprob, Options, Sampler, logprob
@@ -123,7 +124,7 @@ class Context:
 
     def _chunk(self, left: int) -> int:
         """How many of the prompt's last `left` tokens go in one step: the last one gives the logits, by itself."""
-        return min(left - 1, self.prefill[1].contract.tokens) if self.prefill and left > 2 else 1
+        return parts.chunk(left, self.prefill[1].contract.tokens) if self.prefill else 1
 
     def _rewind(self, ids: Sequence[int]) -> int:
         """Make the cache hold what it, or a kept conversation, has in common with `ids`; their last token is always

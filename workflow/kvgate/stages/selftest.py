@@ -53,6 +53,8 @@ def _test(job: Job, probe: selftests.Probe, session: Session) -> tuple[list[str]
         "platform": board["platform"],
         "custom_string": custom,
         "contract_digest": probe.contract.digest,
+        "pieces": [],
+        "parts": {},
         "core_mask": CORES[board["core_mask"]],
         "clocks": "record",
         "memory_bytes": sum(path.stat().st_size for path in paths.values()),

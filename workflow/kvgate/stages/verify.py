@@ -31,7 +31,7 @@ def run(job: Job) -> dict[str, Any]:
         part = label.removeprefix("export").removeprefix(".")
         contract = graph_files.contract(job, label)
         for name, program in job.config["programs"].items():
-            path = job.file(f"observed.{part}" if part else "observed", f"observations/{name}.npz")
+            path = _observation(job, part, name)
             asked = observe.histories(contract, program["histories"])
             with np.load(path) as seen:
                 _all_ran(asked, seen, path)
@@ -47,6 +47,14 @@ def run(job: Job) -> dict[str, Any]:
             found[of] = {"kind": kind, "part": part or DECODE, **body}
     covered = _coverage(job, graph_files.contract(job), list(traces.values()))
     return {"programs": found, "files": files, "coverage": covered}
+
+
+def _observation(job: Job, part: str, program: str) -> Path:
+    """part: empty of `decode`. A board runs all parts in one job, whose record has them all."""
+    label = f"observed.{part}"
+    if not part or label in job.inputs:
+        return job.file(label.rstrip("."), f"observations/{program}.npz")
+    return job.file("observed", f"observations/{part}/{program}.npz")
 
 
 def _coverage(job: Job, contract: Contract, traces: list[Trace]) -> dict[str, float]:
