@@ -159,7 +159,7 @@ def native(rows, tmp_path, monkeypatch):
         text = double.artifact(graph.contract, stored=double.Stored("float32"), custom="x")
         (folder / place / "model.rknn").unlink(missing_ok=True)
         (folder / place / "model.rknn").write_text(text)
-        (folder / place / "graph_contract.json").write_text(graph.contract.to_json())
+        (folder / place / "graph_contract.json").write_text(graph.contract.to_json() + "\n")
         libraries[place] = double.Library(Path(shutil.copy(built, tmp_path / f"{place}.so")))
         libraries[place].compute(graph.contract, graph.engine.step)
     facts["sizes"]["model.rknn"] = (folder / "model.rknn").stat().st_size
