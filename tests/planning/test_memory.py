@@ -51,10 +51,10 @@ def test_a_small_model_takes_what_was_measured(put):
     assert needed("prepare", weights="plain") < needed("prepare", weights="fold") < needed("prepare", weights="gptq")
 
 
-def test_a_prefill_part_is_checked_as_a_whole(put, tmp_path):
+def test_a_prefill_part_is_checked_whole_beside_the_decode_part(put, tmp_path):
     needed = put(QWEN2)
     prefill = memory.needed("check", WILDCARDS | {"part": "prefill"}, config(layers=1), tmp_path)
-    assert prefill == needed("check") > needed("check", layers=1)
+    assert needed("check", layers=1) < prefill < needed("check")
 
 
 def test_before_the_fetch_nobody_knows(tmp_path):

@@ -111,7 +111,9 @@ def _export(size: Size, wildcards: Mapping[str, str], config: Mapping[str, Any])
 def _check(size: Size, wildcards: Mapping[str, str], config: Mapping[str, Any]) -> float:
     """ONNX Runtime's own copies of the float32 and of the ideal float16 run, of the whole graph or of a piece of it."""
     layers, whole = config["strategies"][wildcards["strategy"]]["layers"], 3.2 * size.weights + 2 * size.embedding
-    if not layers or wildcards["part"] != "decode":
+    if wildcards["part"] != "decode":  # its own copy and the decode part's
+        return 2.2 * size.weights + 2 * size.embedding
+    if not layers:
         return whole
     build = config["models"][wildcards["model"]]["build_mb"]
     piece = build / 8.5 if layers == "auto" else layers * size.layer  # as large as export/pieces.py lets it be
