@@ -13,6 +13,7 @@ from kvgate.planning import config, sweep
 BASE = Path(__file__).parents[2]
 TINY = yaml.safe_load((BASE / "tests/workflow/tiny.yaml").read_text())
 
+LAYERS = "allowed: a number of layers (at least 1), `auto`, or 0 (in one piece)"
 W8A16 = {"mask": -1, "config": {"quantized_dtype": "w8a16"}}
 
 
@@ -436,6 +437,18 @@ BAD = {
     "pieces of one tensor for all layers": (
         lambda c: c["strategies"]["tiny_blend"].update(packing="model", layers=1),
         "strategies.tiny_blend.layers: got 1 with packing model, allowed: 0: one piece",
+    ),
+    "layers that are no number": (
+        set_at("strategies/tiny_blend/layers", "soon"),
+        f'strategies.tiny_blend.layers: got "soon", {LAYERS}',
+    ),
+    "half a layer": (
+        set_at("strategies/tiny_blend/layers", 0.5),
+        f"strategies.tiny_blend.layers: got 0.5, {LAYERS}",
+    ),
+    "fewer layers than none": (
+        set_at("strategies/tiny_blend/layers", -1),
+        f"strategies.tiny_blend.layers: got -1, {LAYERS}",
     ),
     "not a list": (set_at("sweep/programs", "tiny_chat"), 'sweep.programs: got "tiny_chat", allowed: array'),
 }

@@ -1,4 +1,5 @@
 # The plan, and functions that rules take their inputs, keys and records from. No rules here.
+import gc
 import os
 import shlex
 import sys
@@ -23,6 +24,10 @@ from kvgate.planning.plan import Plan
 from kvgate.planning import progress
 from kvgate.report import workflow_lines
 from kvgate.tools import preflight
+
+
+# A graph of 3,000 jobs is millions of objects that stay: to look for garbage among them takes a quarter of planning.
+gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 
 def moved(path):

@@ -1,7 +1,7 @@
 """A row: a tuple on a backend; and the names of what is no chip and no board. Standard library only."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvgate.jobs.entries.strategy import Strategy
 
@@ -29,7 +29,7 @@ class Row:
     backend: str
 
     def wildcards(self) -> dict[str, str]:
-        return asdict(self)
+        return dict(vars(self))
 
     def matches(self, pattern: Mapping[str, object]) -> bool:
         """Whether every column of the pattern has this row's value, or it is among the pattern's values."""

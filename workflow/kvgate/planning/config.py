@@ -149,6 +149,8 @@ def _one_line(error: Any) -> str:
     got = json.dumps(error.instance, ensure_ascii=False, default=str)
     got = got if len(got) <= 60 else got[:57] + "..."
     rule, wanted = error.validator, error.validator_value
+    if "allowed" in error.schema:  # where the rules alone would not say it
+        return f"{where}: got {got}, allowed: {error.schema['allowed']}"
     if rule == "additionalProperties":
         known = ", ".join(sorted(error.schema.get("properties", {})))
         unknown = ", ".join(sorted(str(k) for k in error.instance if k not in error.schema.get("properties", {})))

@@ -1,10 +1,11 @@
 """Every job of a sweep with its key (kvgate.jobs.keys), made once, while planning. Nothing heavy is imported here."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from kvgate.contract import canonical
@@ -12,7 +13,7 @@ from kvgate.jobs import digest, keys
 from kvgate.jobs.entries.board import Board
 from kvgate.jobs.entries.model import Source
 from kvgate.jobs.entries.program import Programs
-from kvgate.jobs.job import record_path
+from kvgate.jobs.job import RECORDS, record_path
 from kvgate.jobs.rows import DECODE, HOST_MASK, HOST_PLATFORM, ONNXRUNTIME, SIMULATOR, parts
 from kvgate.planning import sweep
 from kvgate.planning.config import load
@@ -77,7 +78,7 @@ class Plan:
         self.config = load(base, override)
         self.rows = sweep.rows(self.config, base)
         self.name: str = self.config["sweep"]["name"]
-        self._nodes: dict[tuple[str, str], Node] = {}
+        self._nodes: dict[tuple[str, ...], Node] = {}
         self._texts: dict[str, str] = {}
         self._codes: dict[tuple[str, ...], str] = {}
         lock = base / "envs" / "lock.txt"
@@ -86,11 +87,11 @@ class Plan:
 
     def node(self, stage: str, wildcards: dict[str, str]) -> Node:
         """The job of a stage for these wildcards. Raises ConfigError on names that the config does not have."""
-        found = self._nodes.get((stage, record_path(stage, wildcards)))
+        names = (stage, *[wildcards[name] for name in _names(stage)])
+        found = self._nodes.get(names)
         if found is None:
             sweep.check_target(self.config, wildcards)
-            found = getattr(self, f"_{stage}")(wildcards)
-            self._nodes[stage, found.record] = found
+            found = self._nodes[names] = getattr(self, f"_{stage}")(wildcards)
         return found
 
     def table(self) -> Node:
@@ -339,10 +340,7 @@ def _on_board(board: Board, strategy: str) -> tuple[str, ...]:
     return *agent_zip.roots(board["engine"], strategy), f"remote.drivers.{board['driver']}"
 
 
-def _names(stage: str) -> Iterator[str]:
+@cache
+def _names(stage: str) -> tuple[str, ...]:
     """The wildcards of a stage: the fields of its record's path."""
-    from string import Formatter
-
-    from kvgate.jobs.job import RECORDS
-
-    return (name for _, name, _, _ in Formatter().parse(RECORDS[stage]) if name)
+    return tuple(name for _, name, _, _ in Formatter().parse(RECORDS[stage]) if name)

@@ -6,7 +6,7 @@ Stands before every run, so nothing heavy is imported here.
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def hub_config(entry: Model, base: Path) -> dict[str, Any]:
 
 def check_target(config: Config, wildcards: dict[str, str]) -> None:
     """Whether the config has what the path of a target names. Raises ConfigError."""
-    known: dict[str, Iterable[str]] = {
+    known: dict[str, Collection[str]] = {
         "model": config["models"],
         "weights": config["weights"],
         "form": ("recipe", "plain"),
@@ -85,7 +85,7 @@ def check_target(config: Config, wildcards: dict[str, str]) -> None:
         "sweep": (config["sweep"]["name"],),
     }
     for column, name in wildcards.items():
-        _known(f"target: {column}", name, list(known[column]))
+        _known(f"target: {column}", name, known[column])
 
 
 def _product(block: Block, config: Config) -> Iterator[Row]:
@@ -104,14 +104,14 @@ def backends(config: Config, platform: str) -> list[str]:
     return found
 
 
-def _known(where: str, got: str, known: list[str]) -> None:
+def _known(where: str, got: str, known: Collection[str]) -> None:
     if got not in known:
         raise ConfigError(f"{where}: got {got!r}, known: {', '.join(sorted(known))}")
 
 
-def _all_known(where: str, got: list[str], known: Iterable[str]) -> None:
+def _all_known(where: str, got: list[str], known: Collection[str]) -> None:
     for n, name in enumerate(got):
-        _known(f"{where}[{n}]", name, list(known))
+        _known(f"{where}[{n}]", name, known)
 
 
 def _check_references(config: Config, base: Path) -> None:
