@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tiny_gguf
 import torch
-from kvgate.checkpoint import precise, reference
+from kvgate.checkpoint import mapped, precise, reference
 from kvgate.jobs import record
 from kvgate.sources import gguf, random
 from tiny import LLAMA, fetched, random_source
@@ -28,12 +28,12 @@ def test_weights_tokenizer_and_licence_come_through(model, file, tmp_path):
     assert facts == {"revision": record.sha256(file), "licence": "mit", "left_out": {}}
     got = reference.load(tmp_path).state_dict()
     for name, wanted in model.state_dict().items():
-        wanted = wanted.numpy()
+        wanted = mapped.held(wanted).numpy()
         if ".mlp." in name:  # the nearest point of the file's grid, exactly
             kind = format_package.GGMLQuantizationType.Q8_0
             wanted = format_package.quants.dequantize(format_package.quants.quantize(wanted, kind), kind)
-            assert not np.array_equal(wanted, model.state_dict()[name].numpy())
-        assert np.array_equal(got[name].numpy(), wanted), name
+            assert not np.array_equal(wanted, mapped.held(model.state_dict()[name]).numpy())
+        assert np.array_equal(mapped.held(got[name]).numpy(), wanted), name
     tokenizer = reference.load_tokenizer(tmp_path)
     assert tokenizer.chat_template == tiny_gguf.TEMPLATE
     assert tokenizer.eos_token_id == 257
@@ -41,7 +41,7 @@ def test_weights_tokenizer_and_licence_come_through(model, file, tmp_path):
 
 def test_the_rotary_order_matters(model, file, tmp_path):
     """The comparison above sees an order that is left as it is in the file."""
-    weight = model.model.layers[0].self_attn.q_proj.weight.detach().numpy()
+    weight = mapped.held(model.model.layers[0].self_attn.q_proj.weight).numpy()
     assert not np.array_equal(tiny_gguf.interleaved(weight, 4), weight)
 
 

@@ -11,7 +11,7 @@ from graphs import Model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kvgate.checkpoint import refusals
+from kvgate.checkpoint import mapped, refusals
 from kvgate.export import blob
 from kvgate.jobs import record
 from kvgate.jobs.job import Job
@@ -45,8 +45,10 @@ def test_matrices_are_as_the_graph_uses_them(llama):
     tensors = blob.read(folder(llama) / "weights.bin", body["tensors"])
     model = families.reference.load(llama.checkpoint)
     down = "model.layers.0.mlp.down_proj.weight"
-    np.testing.assert_array_equal(tensors[down], model.get_parameter(down).detach().numpy().T)
-    np.testing.assert_array_equal(tensors["lm_head.weight"], model.get_output_embeddings().weight.detach().numpy().T)
+    np.testing.assert_array_equal(tensors[down], mapped.held(model.get_parameter(down)).numpy().T)
+    np.testing.assert_array_equal(
+        tensors["lm_head.weight"], mapped.held(model.get_output_embeddings().weight).numpy().T
+    )
     assert not any("q_proj" in name or "embed" in name for name in tensors)  # joint now; the host looks rows up
     assert body["files"]["weights.bin"] == record.sha256(folder(llama) / "weights.bin")
 
@@ -68,7 +70,7 @@ def test_embedding_rows_are_as_the_model_embeds(tmp_path):
     with torch.no_grad(), np.load(folder(gemma) / "tables.npz") as tables:
         rows = embed(torch.arange(embed.num_embeddings)).numpy()
         np.testing.assert_array_equal(tables["embedding"], rows.astype(np.float32))
-        stored = gemma_model.get_parameter("model.embed_tokens.weight").numpy()
+        stored = mapped.held(gemma_model.get_parameter("model.embed_tokens.weight")).numpy()
         assert np.abs(tables["embedding"] - stored).max() > 1  # the rows as stored would be wrong
 
 
