@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,7 +123,9 @@ def compiled(request: Request, run: Run) -> Any:
         toolkit = opened(request)
     with run.of("load"):
         call("load_onnx", lambda: toolkit.load_onnx(model=request.graph))
-    with run.of("build"):
+    from kvgate.compiler import pinned
+
+    with run.of("build"), pinned.convolutions() if request.dataset else nullcontext():
         if request.hybrid or request.headroom != 1:
             from kvgate.compiler import hybrid
 
