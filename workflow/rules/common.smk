@@ -106,8 +106,12 @@ def needs(stage):
     def asked(w, input):
         try:
             return memory.needed(stage, dict(w), PLAN.config, Path(RESULTS))
-        except FileNotFoundError as error:  # of a file that Snakemake knows: it asks again when that is made
-            raise FileNotFoundError(error.errno, error.strerror, str(input[0])) from None
+        except (
+            FileNotFoundError
+        ) as error:  # of a file that Snakemake knows: it asks again when that is made
+            raise FileNotFoundError(
+                error.errno, error.strerror, str(input[0])
+            ) from None
 
     return {"mem_mb": asked, "needs_mb": asked}
 

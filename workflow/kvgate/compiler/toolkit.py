@@ -108,7 +108,8 @@ def environment(folder: Path) -> dict[str, str]:
     }
     # All of them pick their kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be the
     # CPU's. ONNX Runtime cannot be told: see pinned.
-    return fixed | _TORCH | {"NPY_DISABLE_CPU_FEATURES": _AVX512} | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
+    fixed |= _TORCH | {"NPY_DISABLE_CPU_FEATURES": _AVX512}
+    return fixed | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
 
 
 def portable() -> bool:
