@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 import tinyrow
 from graphs import Model
@@ -231,9 +232,10 @@ def test_an_argument_s_bytes_are_what_counts(monkeypatch):
 def test_threads_and_memory_reach_the_context(rows, bundle, monkeypatch):
     seen = {}
 
-    class Session:
+    class Session(onnxruntime.InferenceSession):
         def __init__(self, path, options, providers):
             seen["threads"] = options.intra_op_num_threads
+            super().__init__(path, options, providers=providers)
 
     monkeypatch.setattr("onnxruntime.InferenceSession", Session)
     for words, threads, keep in (([], len(os.sched_getaffinity(0)), 64), (["--threads", "3", "--keep", "5"], 3, 5)):

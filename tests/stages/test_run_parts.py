@@ -16,7 +16,7 @@ from kvgate.contract import Contract
 from kvgate.engines.onnxruntime import Engine
 from kvgate.jobs import graph_files, record
 from kvgate.jobs.job import Job
-from kvgate.judging import gates
+from kvgate.judging import gate
 from kvgate.observe import Trace, observe
 from kvgate.remote.session import observed
 from kvgate.stages import check, judge, run, verify
@@ -206,7 +206,7 @@ def test_pieces_on_a_board_are_the_chain_of_them_here(parts, pieces):
     cut = record.read(metrics.record)
     assert cut["programs"]["prefill/full"] == whole["programs"]["prefill/full"]
     assert cut["programs"]["program"]["free"] == whole["programs"]["program"]["free"]
-    assert contract.part == "decode" and gates.worst([x["verdict"] for x in verdict["gates"]]) == "pass"
+    assert contract.part == "decode" and gate.worst([x["verdict"] for x in verdict["gates"]]) == "pass"
 
 
 # What is refused, with one line and nothing half-run
