@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,9 +123,7 @@ def compiled(request: Request, run: Run) -> Any:
         toolkit = opened(request)
     with run.of("load"):
         call("load_onnx", lambda: toolkit.load_onnx(model=request.graph))
-    from kvgate.compiler import pinned
-
-    with run.of("build"), pinned.convolutions() if request.dataset else nullcontext():
+    with run.of("build"):
         if request.hybrid or request.headroom != 1:
             from kvgate.compiler import hybrid
 

@@ -24,8 +24,6 @@ from kvgate.jobs.record import Blocked, finding
 _OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 CHILD = (sys.executable, "-m", "kvgate.compiler.child")
 _AVX512 = "AVX512F AVX512CD AVX512_KNL AVX512_KNM AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL"  # numpy's beyond AVX2
-# With torch the toolkit calibrates norms and attention.
-_TORCH = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,9 @@ def environment(folder: Path) -> dict[str, str]:
         "GLIBC_TUNABLES": TUNABLES,
         "RKNN_LOG_LEVEL": "4",  # the compiler's layer table
     }
-    # All of them pick their kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be the
-    # CPU's. ONNX Runtime cannot be told: see pinned.
-    fixed |= _TORCH | {"NPY_DISABLE_CPU_FEATURES": _AVX512}
-    return fixed | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
+    # OpenBLAS and numpy pick their kernels by the CPU, and they round differently: w8a8 and w16a16i_dfp bytes would be
+    # the CPU's. ONNX Runtime cannot be told.
+    return fixed | {"NPY_DISABLE_CPU_FEATURES": _AVX512} | ({"OPENBLAS_CORETYPE": "Haswell"} if portable() else {})
 
 
 def portable() -> bool:
