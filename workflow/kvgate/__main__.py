@@ -139,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
 
     sweep, outdated = planned.config["sweep"], audit.outdated(planned, args.results)
     if args.command == "gate":
-        return table.gate(args.results, planned.rows, [dict(x) for x in sweep["require"]], outdated)
+        return table.gate(args.results, planned.rows, sweep["require"], outdated)
     return table.main(args.results, planned.name, planned.rows, sweep["bundle"], outdated)
 
 

@@ -14,6 +14,7 @@ VERSION = 2
 LAYOUTS = ("rows", "channels")
 PACKINGS = ("apart", "layer", "model")
 RANKS = (3, 4)
+DECODE, PREFILL = "decode", "prefill"  # parts of a row: one token a step; a prompt's tokens, many a step
 
 # Roles of inputs and outputs. `index` of a tensor says which distinct mask or rotation it carries.
 EMBEDDING = "embedding"  # [1, T, C] the tokens' embedding rows, learned positions already added

@@ -25,7 +25,7 @@ from kvgate.planning import progress
 from kvgate.report import workflow_lines
 from kvgate.tools import preflight
 
-# A graph of 3,000 jobs is millions of objects that stay: to look for garbage among them takes a quarter of planning.
+# A graph of 3,000 jobs is millions of objects that stay: looking for garbage among them is in vain.
 gc.set_threshold(100_000, *gc.get_threshold()[1:])
 
 

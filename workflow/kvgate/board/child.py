@@ -25,6 +25,7 @@ from kvgate.board import parts, printed
 from kvgate.board.files import error_kind
 from kvgate.board.jobs import JOB, MARKER, OPENED, OUTPUTS, PROBE, RESULT, finding
 from kvgate.board.marker import Marker
+from kvgate.contract import PREFILL
 
 _PROGRESS = re.compile(r"(\w+) (\d+)/(\d+)")
 
@@ -135,8 +136,8 @@ class Child:
         timing = self._timing(longest.tokens.tolist(), host, contract)
         halves = self._parts(traces, host)
         spoken = next((x for x in traces.values() if x.prompt < len(x.tokens)), None)
-        if parts.PREFILL in halves and spoken:
-            first_token = self._first_token(spoken.tokens[: spoken.prompt].tolist(), host, *halves[parts.PREFILL])
+        if PREFILL in halves and spoken:
+            first_token = self._first_token(spoken.tokens[: spoken.prompt].tolist(), host, *halves[PREFILL])
         timing.update(self._layers(), first_token_us=first_token, peak_rss_bytes=ledger.peak_rss())
         self.ledger = timing
 

@@ -84,11 +84,6 @@ def returned(outputs: Sequence[np.ndarray] | None, tensors: Sequence[Tensor], wh
     return found
 
 
-def states_first(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What is held to the contract first: of an artifact with another cache people want to hear the state."""
-    return sorted(tensors, key=lambda t: not t.states)
-
-
 def told(tensor: Tensor) -> str:
     """A tensor's name, and the states that it holds."""
     return "tensor {!r}{}".format(tensor.name, _of(tensor))

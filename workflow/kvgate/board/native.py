@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvgate.board import capi, environment, layertable
-from kvgate.board.engine import EngineError, states_first
+from kvgate.board.engine import EngineError
+from kvgate.board.parts import states_first
 from kvgate.board.placement import Boundary, describe
 from kvgate.board.resident import Resident, Side
 from kvgate.contract import Contract, Tensor

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvgate.board.engine import EngineError, checked, returned, states_first, told
+from kvgate.board.engine import EngineError, checked, returned, told
+from kvgate.board.parts import states_first
 from kvgate.contract import Contract, Tensor
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from kvgate.contract import HIDDEN, LOGITS, Contract, Tensor
 
 CONTRACT, ARTIFACT = "contract.json", "artifact.json"  # of the graph, and what the build says of what it made of it
-DECODE, PREFILL = "decode", "prefill"
 
 
 class Unfit(ValueError):
@@ -103,11 +102,16 @@ def hold_boundary(artifact: Artifact, told: Any) -> None:
     boundary = told.get("boundary", {}) if isinstance(told, dict) else {}
     for side, tensors in (("inputs", artifact.contract.inputs), ("outputs", artifact.contract.outputs)):
         sizes = {x["name"]: math.prod(x["shape"]) for x in boundary.get(side, ())}
-        for t in sorted(tensors, key=lambda t: not t.states):
+        for t in states_first(tensors):
             if sizes.get(t.name, math.prod(t.shape)) != math.prod(t.shape):
                 text = "{}: {}: got {} elements, allowed: {}"
                 place = artifact.named(ARTIFACT)
                 raise Unfit(text.format(place, _told(t), sizes[t.name], math.prod(t.shape)))
+
+
+def states_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What is held to the contract first: of an artifact with another cache people want to hear the state."""
+    return sorted(tensors, key=lambda t: not t.states)
 
 
 def chunk(left: int, tokens: int) -> int:

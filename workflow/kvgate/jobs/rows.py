@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvgate.contract import DECODE, PREFILL
 from kvgate.jobs.entries.strategy import Strategy
 
 HOST_PLATFORM, HOST_QUANT = "host", "fp32"  # the graph in ONNX Runtime, never compiled
 HOST_MASK = -1e4  # the additive mask there; a quant has its own
 SIMULATOR, ONNXRUNTIME = "simulator", "onnxruntime"  # backends that are no boards
-DECODE, PREFILL = "decode", "prefill"  # parts of a row: one token a step; a prompt's tokens, many a step
 ROW = ("model", "weights", "strategy", "platform", "quant", "backend")
 
 

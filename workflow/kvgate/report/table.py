@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvgate.jobs.job import record_path
 from kvgate.jobs.rows import Row
@@ -130,7 +129,9 @@ def main(results: Path, sweep: str, rows: Sequence[Row], wanted: Sequence[str], 
     return 0
 
 
-def gate(results: Path, rows: Sequence[Row], require: Sequence[dict[str, Any]], outdated: Mapping[str, str]) -> int:
+def gate(
+    results: Path, rows: Sequence[Row], require: Sequence[Mapping[str, object]], outdated: Mapping[str, str]
+) -> int:
     """`python -m kvgate gate`: one line for each required row that is not `pass`, or whose verdict is not what would be
     judged now; returns 1 where there is one.
 

@@ -23,7 +23,7 @@ from kvgate.board import environment, parts
 from kvgate.board.chain import Chain
 from kvgate.board.engine import EngineError
 from kvgate.board.opened import beside
-from kvgate.contract import Contract
+from kvgate.contract import PREFILL, Contract
 from kvgate.serving import fields
 from kvgate.serving.context import KEEP, Context
 from kvgate.serving.terminal import Terminal
@@ -179,16 +179,16 @@ class Bundle:
     def _prefill(self, made: list[Any], job: dict[str, Any], graph: Path | None, host: Host) -> Any:
         """Engine and host half that take a prompt's tokens many at once; None where the bundle has none that can be
         had here."""
-        contract = self.parts.get(parts.PREFILL)
+        contract = self.parts.get(PREFILL)
         if contract is None:
             return None
-        place = self.folder / parts.PREFILL
+        place = self.folder / PREFILL
         if job["engine"] == "onnxruntime":
-            place = graph / parts.PREFILL if graph else self.graph(parts.PREFILL) or place
+            place = graph / PREFILL if graph else self.graph(PREFILL) or place
         name = "model.onnx" if job["engine"] == "onnxruntime" else self.facts["artifact"]
         if not (place / name).is_file():
             return None
-        self._open(made, job, place, contract, self.facts["parts"][parts.PREFILL])
+        self._open(made, job, place, contract, self.facts["parts"][PREFILL])
         half = beside(made[-1], contract, host)
         _unobserved(half)
         return made[-1], half

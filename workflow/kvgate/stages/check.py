@@ -142,7 +142,7 @@ def _float16(job: Job, contract: Contract) -> dict[str, float | None]:
                     if worst is not None:
                         found.setdefault(measure.name, []).append(worst["value"])
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return {k: None if None in values else max(values) for k, values in found.items()}  # type: ignore[type-var]
 
 
